@@ -1,0 +1,127 @@
+"""The seam between a transfer and what moves its bytes.
+
+A transport is owned by one thread, the data-plane thread: every method is called there, except `wake`. Messages are
+tagged, and a message lands in the one receive that was posted with exactly its tag, whatever the order of the two.
+
+The contract that everything above rests on: **a completion fires exactly once, in the owning thread, and from then on
+the transport touches the buffer no more**. A buffer belongs to the transport from `send` or `receive` until its
+completion, also after `close` and `abort`: memory is reused only after the completion, never after a call returned.
+
+A completed send says nothing about delivery. A receive does not report a length: both sides know it beforehand.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from hurray_wire.errors import HurrayError
+
+Completion = Callable[[HurrayError | None], None]
+"""Called once with None, or with the error that ended the operation."""
+
+Buffer = Any
+"""A contiguous one-dimensional uint8 NumPy or CuPy array; writable where it receives. Never empty."""
+
+TAG_TRANSFER_BITS = 40
+TAG_CHUNK_BITS = 24
+
+
+def chunk_tag(transfer: int, chunk: int) -> int:
+    """The 64-bit tag of one chunk: 40 bits of transfer, chosen by the target, above 24 bits of chunk index."""
+    assert 0 <= transfer < 1 << TAG_TRANSFER_BITS, transfer
+    assert 0 <= chunk < 1 << TAG_CHUNK_BITS, chunk
+    return transfer << TAG_CHUNK_BITS | chunk
+
+
+@dataclass(frozen=True, slots=True)
+class TransportParameters:
+    """What one side tells the other before they connect: how to reach it, and the settings that must agree."""
+
+    kind: str
+    address: bytes
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+class Endpoint(ABC):
+    """A connection to one peer, made on both sides, kept for as long as the peer lives."""
+
+    peer: int
+    """Incarnation of the peer (64 bits)."""
+
+    @property
+    @abstractmethod
+    def alive(self) -> bool:
+        """False from the moment the connection is known to be lost or closed."""
+
+    @abstractmethod
+    def send(self, tag: int, buffer: Buffer, done: Completion) -> None:
+        """Send the whole buffer. Errors, a dead endpoint among them, reach `done`: it never raises."""
+
+    @abstractmethod
+    def receive(self, tag: int, buffer: Buffer, done: Completion) -> None:
+        """Post the buffer for the message with this tag. A longer message is cut, and never overruns."""
+
+    @abstractmethod
+    def forget(self, tag: int) -> None:
+        """Withdraw a posted receive whose message the peer is known never to have sent.
+
+        Its completion fires with Cancelled. For a message that may be under way this is not safe: close instead.
+        """
+
+    @abstractmethod
+    def discard(self, tag: int, done: Completion) -> None:
+        """Take a message that the peer did send and nobody posted a receive for, and drop it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close in an orderly way. Pending operations complete, with errors where they must; never blocks for long."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Cut the connection now. Pending operations complete with PeerUnavailable."""
+
+
+class Transport(ABC):
+    """One way to move bytes, with its progress engine. Not thread-safe, except for `wake`."""
+
+    kind: ClassVar[str]
+    """Name in configuration, offers, receipts and metrics."""
+
+    @abstractmethod
+    def parameters(self) -> TransportParameters:
+        """What a peer needs to connect to this side."""
+
+    @abstractmethod
+    def check_peer(self, parameters: TransportParameters) -> None:
+        """Raise CapabilityMismatch, naming the setting and both values, where the two sides cannot work together."""
+
+    @abstractmethod
+    def connect(self, peer: int, parameters: TransportParameters, on_lost: Callable[[HurrayError], None]) -> Endpoint:
+        """The endpoint to a peer; returns at once, errors show later. `on_lost` fires once, in the owning thread, when
+        the connection is lost without `close` or `abort` having been called here."""
+
+    @abstractmethod
+    def progress(self) -> bool:
+        """Move what can move and fire completions. True if anything happened."""
+
+    @abstractmethod
+    def park(self, timeout_s: float | None) -> None:
+        """Sleep until there may be something to progress, until `wake`, or for `timeout_s` seconds (None: no limit)."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """End a `park`, now or the next one. Any thread may call this."""
+
+    @abstractmethod
+    def drain_unknown(self, is_known: Callable[[int], bool]) -> int:
+        """Take and drop messages that arrived with tags nobody waits for, so that a peer cannot fill memory with them.
+
+        `is_known(tag)` tells whether a live transfer will still post a receive for it. Returns how many were dropped.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Abort what is open, complete everything, free all. Afterwards only `wake` may be called, without effect."""
