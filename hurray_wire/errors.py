@@ -252,3 +252,9 @@ class InternalError(HurrayError):
     """A fault of this program. Details: log_id, under which the node's log has the cause."""
 
     code, reason = "INTERNAL", "INTERNAL"
+
+
+class RemoteError(HurrayError):
+    """The peer failed in a way that this version has no class for. Details: code, and reason where it gave one."""
+
+    code, reason = "UNKNOWN", "REMOTE"

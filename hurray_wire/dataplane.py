@@ -1,0 +1,663 @@
+"""The data plane: one thread that owns a transport, its connections, and every transfer that uses it.
+
+It is reached through messages only. Commands come in from any thread and are carried out in order; what a transfer
+wants told to its peer, and its end, goes out through the listener it was begun with. Listeners and futures are called
+in the data-plane thread and must not block.
+
+A transfer's decisions are its session machine's (`hurray_wire.session`); this module carries them out: it stages,
+hashes, posts, validates, and feeds back what happened. It also keeps the time: each transfer's one budget, the time a
+send may go without progress, and the time an orderly end may take.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import structlog
+
+from hurray_wire import session as s
+from hurray_wire.checksum import Hash
+from hurray_wire.errors import (
+    Cancelled,
+    DataPlaneUnavailable,
+    DeadlineExceeded,
+    HurrayError,
+    InternalError,
+    PeerUnavailable,
+)
+from hurray_wire.image import Chunk, ImagePlan
+from hurray_wire.memory import aligned_empty
+from hurray_wire.payload import SourcePayload, TargetPayload, TargetSummary
+from hurray_wire.transport.base import Buffer, Endpoint, Transport, TransportParameters, chunk_tag
+
+_log = structlog.get_logger("hurray.dataplane")
+
+SPIN_S: Final = 150e-6
+"""How long the thread polls after something happened before it sleeps, while transfers run."""
+
+STALL_S: Final = 5.0
+"""Sends in flight without one completing for this long: the peer's data plane is taken for dead."""
+
+DRAIN_S: Final = 2.0
+"""How long the peer of a failed transfer may take for an orderly end before the connection is closed."""
+
+UNKNOWN_TAGS_S: Final = 1.0
+"""How often messages that nobody waits for are looked for while the thread is otherwise idle."""
+
+STAGING_KEEP_BYTES: Final = 64 << 20
+"""Staging memory kept for the next transfer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareCommit:
+    """Output of a target: the snapshot is complete, valid and clean; answer with Committed or CommitRefused."""
+
+    summary: TargetSummary
+    verified_chunk_count: int
+    stages: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Last output of a transfer. `stages`: seconds in each, in order."""
+
+    error: HurrayError | None
+    receipt: Any
+    stages: tuple[tuple[str, float], ...]
+
+
+Output = s.TellAccept | s.TellChecksums | s.TellStop | s.TellReceipt | PrepareCommit | Ended
+
+
+class Listener(Protocol):
+    """Where the outputs of one transfer go."""
+
+    def __call__(self, output: Output) -> None:
+        """Called in the data-plane thread; must not block or raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOrder:
+    """Begin to send. The offer has been told, or is about to be; the answer comes through `accept`."""
+
+    peer: int
+    payload: SourcePayload
+    hash: Hash
+    budget_s: float
+    listener: Listener
+    ready_tensors: int | None = None
+    """Tensors that may be sent at the start; None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOrder:
+    """Begin to receive what was offered."""
+
+    peer: int
+    payload: TargetPayload
+    hash: Hash
+    budget_s: float
+    window: int
+    listener: Listener
+
+
+@dataclass(eq=False)
+class _Peer:
+    endpoint: Endpoint
+    transfers: set[int] = field(default_factory=set)
+    open: bool = True
+
+
+@dataclass(eq=False)
+class _Transfer:
+    number: int
+    order: SourceOrder | TargetOrder
+    machine: s.SourceSession | s.TargetSession
+    tag: int | None
+    deadline: float
+    began: float
+    queue: deque[s.Event] = field(default_factory=deque)
+    busy: bool = False
+    ended: bool = False
+    stages: list[tuple[str, float]] = field(default_factory=list)
+    stage_began: float = 0.0
+    link: _Peer | None = None
+    staging: dict[int, Buffer] = field(default_factory=dict)
+    moved_at: float = 0.0
+    drain_at: float | None = None
+
+    @property
+    def plan(self) -> ImagePlan:
+        return self.order.payload.plan
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """The connection it began on, while that is open: never a later one to the same peer."""
+        return self.link.endpoint if self.link is not None and self.link.open else None
+
+
+class DataPlane:
+    """See the module. `make_transport` is called in the thread; `on_peer_lost(peer, error)` likewise."""
+
+    def __init__(
+        self,
+        make_transport: Callable[[], Transport],
+        *,
+        on_peer_lost: Callable[[int, HurrayError], None] = lambda _peer, _error: None,
+        stall_s: float = STALL_S,
+        drain_s: float = DRAIN_S,
+    ) -> None:
+        self.incarnation: Final = uuid.uuid4().int >> 64
+        self.unknown_tag_count = 0
+        self._make_transport = make_transport
+        self._on_peer_lost = on_peer_lost
+        self._stall_s = stall_s
+        self._drain_s = drain_s
+        self._numbers = itertools.count(1)
+        self._commands: deque[Callable[[], None]] = deque()
+        self._transfers: dict[int, _Transfer] = {}
+        self._peers: dict[int, _Peer] = {}
+        self._spare: list[Buffer] = []
+        self._stopping = False
+        self._transport: Transport | None = None
+        self._parameters: TransportParameters | None = None
+        self._next_unknown_tags = 0.0
+        self._thread = threading.Thread(target=self._run, name="hurray-dataplane", daemon=True)
+
+    # --- from any thread ----------------------------------------------------------------------------------------
+
+    def start(self, timeout_s: float = 30.0) -> None:
+        """Start the thread and its transport. Raises what made that impossible, as a HurrayError."""
+        started: Future[None] = Future()
+        self._commands.append(lambda: started.set_result(None))
+        self._started = started
+        self._thread.start()
+        try:
+            started.result(timeout_s)
+        except TimeoutError:
+            raise DataPlaneUnavailable("the transport did not start in time", stage="start") from None
+
+    def stop(self) -> None:
+        """Fail what runs with Cancelled, close every connection, end the thread. Safe to call twice."""
+        self._submit(self._begin_stop)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread takes commands."""
+        return self._thread.is_alive() and not self._stopping
+
+    @property
+    def parameters(self) -> TransportParameters:
+        """What peers need to connect to this side."""
+        assert self._parameters is not None, "not started"
+        return self._parameters
+
+    @property
+    def transfer_count(self) -> int:
+        """Transfers that are not over."""
+        return len(self._transfers)
+
+    @property
+    def peer_count(self) -> int:
+        """Connections that are open."""
+        return len(self._peers)
+
+    def new_transfer(self) -> int:
+        """A transfer number, never given twice in this incarnation."""
+        return next(self._numbers)
+
+    def open_peer(self, peer: int, parameters: TransportParameters) -> Future[None]:
+        """Connect to a peer (an open connection to it is cut first). Fails with CapabilityMismatch or
+        PeerUnavailable."""
+        return self._call(lambda: self._open_peer(peer, parameters))
+
+    def close_peer(self, peer: int, *, abort: bool = False) -> Future[None]:
+        """Close the connection to a peer, after its transfers have failed if any still run."""
+        return self._call(lambda: self._close_peer(peer, abort=abort))
+
+    def begin_source(self, number: int, order: SourceOrder) -> None:
+        """Begin a transfer as its source."""
+        self._submit(lambda: self._begin_source(number, order))
+
+    def begin_target(self, number: int, order: TargetOrder) -> None:
+        """Begin a transfer as its target; `number` becomes the upper 40 bits of its tags."""
+        self._submit(lambda: self._begin_target(number, order))
+
+    def accept(self, number: int, transfer: int, window: int) -> None:
+        """The target accepted: `transfer` is its number of it."""
+        self._submit(lambda: self._accept(number, transfer, window))
+
+    def announce(self, number: int, ready_tensors: int) -> None:
+        """The first `ready_tensors` tensors of a source may be sent."""
+        self._submit(lambda: self._announce(number, ready_tensors))
+
+    def post(self, number: int, event: s.Event) -> None:
+        """Feed an event to a transfer; one that is over ignores it."""
+        self._submit(lambda: self._post(number, event))
+
+    # --- the thread -----------------------------------------------------------------------------------------------
+
+    def _submit(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        transport = self._transport
+        if transport is not None:
+            transport.wake()
+
+    def _call(self, work: Callable[[], None]) -> Future[None]:
+        future: Future[None] = Future()
+
+        def command() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                work()
+            except HurrayError as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        if not self._thread.is_alive():
+            future.set_exception(DataPlaneUnavailable("the data plane is stopped"))
+        else:
+            self._submit(command)
+        return future
+
+    def _run(self) -> None:
+        try:
+            self._transport = self._make_transport()
+            self._parameters = self._transport.parameters()
+        except Exception as error:  # whatever a transport raises is why there is no data plane
+            self._commands.clear()
+            self._started.set_exception(
+                error
+                if isinstance(error, HurrayError)
+                else DataPlaneUnavailable(f"the transport did not start: {error}", stage="start")
+            )
+            return
+        try:
+            self._loop(self._transport)
+        finally:
+            self._transport.close()
+            self._run_commands()  # late callers get an answer
+
+    def _loop(self, transport: Transport) -> None:
+        active_until = 0.0
+        while True:
+            worked = self._run_commands()
+            worked |= transport.progress()
+            now = time.monotonic()
+            wake_at = self._run_timers(now)
+            if self._stopping and not self._transfers and not self._peers:
+                return
+            if worked:
+                active_until = now + SPIN_S
+            elif not self._transfers or now >= active_until:
+                if self._commands:
+                    continue
+                transport.park(None if wake_at is None else max(0.0, wake_at - time.monotonic()))
+
+    def _run_commands(self) -> bool:
+        ran = False
+        while self._commands:
+            ran = True
+            self._commands.popleft()()
+        return ran
+
+    def _run_timers(self, now: float) -> float | None:
+        """Fire what is due; when the next timer is, or None."""
+        assert self._transport is not None
+        wake_at = None
+        for transfer in list(self._transfers.values()):
+            at = self._check_transfer(transfer, now)
+            if not transfer.ended and at is not None:
+                wake_at = at if wake_at is None else min(wake_at, at)
+        if self._peers:
+            # Looked for on a timer of its own only while peers are there to send them.
+            if now >= self._next_unknown_tags:
+                self._next_unknown_tags = now + UNKNOWN_TAGS_S
+                self.unknown_tag_count += self._transport.drain_unknown(self._is_known)
+            wake_at = min(wake_at or self._next_unknown_tags, self._next_unknown_tags)
+        return wake_at
+
+    def _check_transfer(self, transfer: _Transfer, now: float) -> float | None:
+        machine = transfer.machine
+        if transfer.drain_at is not None:
+            if now < transfer.drain_at:
+                return transfer.drain_at
+            transfer.drain_at = now + self._drain_s
+            self._feed(transfer, s.DrainExpired())
+            return transfer.drain_at
+        if now >= transfer.deadline:
+            transfer.deadline = float("inf")
+            budget_s = transfer.order.budget_s
+            late = DeadlineExceeded("the budget of the transfer ran out", stage=machine.phase.value, budget_s=budget_s)
+            self._feed(transfer, s.Failed(late))
+            return transfer.drain_at
+        if isinstance(machine, s.SourceSession) and machine.in_flight:
+            if now >= transfer.moved_at + self._stall_s:
+                transfer.moved_at = float("inf")
+                stalled = PeerUnavailable(
+                    f"no chunk completed for {self._stall_s:g} s", stage=machine.phase.value, peer=transfer.order.peer
+                )
+                self._feed(transfer, s.Failed(stalled))
+                return transfer.drain_at
+            return min(transfer.deadline, transfer.moved_at + self._stall_s)
+        return transfer.deadline
+
+    def _is_known(self, tag: int) -> bool:
+        transfer = self._transfers.get(tag >> 24)
+        if transfer is None or not isinstance(transfer.machine, s.TargetSession):
+            return False
+        return transfer.machine.phase is not s.TargetPhase.SETTLING and tag & 0xFFFFFF < transfer.machine.chunk_count
+
+    # --- commands -------------------------------------------------------------------------------------------------
+
+    def _begin_stop(self) -> None:
+        self._stopping = True
+        for transfer in list(self._transfers.values()):
+            self._feed(
+                transfer, s.Failed(Cancelled("this process is shutting down", stage=transfer.machine.phase.value))
+            )
+            self._feed(transfer, s.StreamLost())
+        for peer in list(self._peers):
+            self._close_peer(peer, abort=False)
+
+    def _open_peer(self, peer: int, parameters: TransportParameters) -> None:
+        assert self._transport is not None
+        if self._stopping:
+            raise DataPlaneUnavailable("the data plane is stopping")
+        self._transport.check_peer(parameters)
+        if peer in self._peers:
+            self._lose_peer(peer, PeerUnavailable("the peer connects anew", peer=peer), notify=False)
+        entry: _Peer | None = None
+
+        def on_lost(error: HurrayError) -> None:
+            if entry is not None and entry.open:  # an old connection's end must not touch the one that replaced it
+                self._lose_peer(peer, error, notify=True)
+
+        entry = _Peer(self._transport.connect(peer, parameters, on_lost))
+        self._peers[peer] = entry
+
+    def _close_peer(self, peer: int, *, abort: bool) -> None:
+        entry = self._peers.get(peer)
+        if entry is None:
+            return
+        if abort or entry.transfers:
+            self._lose_peer(peer, PeerUnavailable("the connection is being closed", peer=peer), notify=False)
+        else:
+            del self._peers[peer]
+            entry.open = False
+            entry.endpoint.close()
+
+    def _lose_peer(self, peer: int, error: HurrayError, *, notify: bool) -> None:
+        entry = self._peers.pop(peer, None)
+        if entry is None:
+            return
+        entry.open = False
+        for number in list(entry.transfers):
+            self._feed(self._transfers[number], s.PeerLost(error))
+        entry.endpoint.abort()
+        if notify:
+            _log.warning("peer lost", peer=f"{peer:016x}", error=str(error))
+            self._on_peer_lost(peer, error)
+
+    def _begin_source(self, number: int, order: SourceOrder) -> None:
+        plan = order.payload.plan
+        count = len(plan.chunks)
+        ready = count if order.ready_tensors is None else plan.ready_chunk_count(order.ready_tensors)
+        machine = s.SourceSession(count, plan.index_chunk_count, ready, checksummed=order.hash.verifies)
+        self._begin(_Transfer(number, order, machine, None, 0.0, 0.0))
+
+    def _begin_target(self, number: int, order: TargetOrder) -> None:
+        plan = order.payload.plan
+        machine = s.TargetSession(
+            len(plan.chunks), plan.index_chunk_count, order.window, checksummed=order.hash.verifies
+        )
+        transfer = _Transfer(number, order, machine, number, 0.0, 0.0)
+        if self._begin(transfer):
+            self._carry_out_all(transfer, machine.start())
+            self._feed_queued(transfer)
+
+    def _begin(self, transfer: _Transfer) -> bool:
+        now = time.monotonic()
+        transfer.began = transfer.stage_began = transfer.moved_at = now
+        transfer.deadline = now + transfer.order.budget_s
+        self._transfers[transfer.number] = transfer
+        peer = self._peers.get(transfer.order.peer)
+        if self._stopping:
+            self._feed(transfer, s.Failed(DataPlaneUnavailable("the data plane is stopping", stage="offer")))
+        elif peer is None:
+            error = PeerUnavailable("no data-plane connection to this peer", stage="connect", peer=transfer.order.peer)
+            self._feed(transfer, s.Failed(error))
+        else:
+            peer.transfers.add(transfer.number)
+            transfer.link = peer
+        return not transfer.ended
+
+    def _accept(self, number: int, tag: int, window: int) -> None:
+        transfer = self._transfers.get(number)
+        if transfer is not None:
+            transfer.tag = tag
+            transfer.moved_at = time.monotonic()
+            self._feed(transfer, s.Accepted(window))
+
+    def _announce(self, number: int, ready_tensors: int) -> None:
+        transfer = self._transfers.get(number)
+        if transfer is not None:
+            self._feed(transfer, s.ChunksReady(transfer.plan.ready_chunk_count(ready_tensors)))
+
+    def _post(self, number: int, event: s.Event) -> None:
+        transfer = self._transfers.get(number)
+        if transfer is not None:
+            self._feed(transfer, event)
+
+    # --- machine and world ------------------------------------------------------------------------------------------
+
+    def _feed(self, transfer: _Transfer, event: s.Event) -> None:
+        """Queue an event, and run the machine unless it already runs further up the stack."""
+        transfer.queue.append(event)
+        if not transfer.busy:
+            self._feed_queued(transfer)
+
+    def _feed_queued(self, transfer: _Transfer) -> None:
+        transfer.busy = True
+        try:
+            while transfer.queue and not transfer.ended:
+                before = transfer.machine.phase
+                actions = transfer.machine.handle(transfer.queue.popleft())
+                after = transfer.machine.phase
+                if after is not before:
+                    self._note_phase(transfer, before.value, after)
+                self._carry_out_all(transfer, actions)
+        finally:
+            transfer.busy = False
+
+    def _note_phase(self, transfer: _Transfer, before: str, after: s.SourcePhase | s.TargetPhase) -> None:
+        now = time.monotonic()
+        transfer.stages.append((before, now - transfer.stage_began))
+        transfer.stage_began = now
+        if after in (s.SourcePhase.SETTLING, s.SourcePhase.CANCELLING, s.TargetPhase.SETTLING):
+            transfer.drain_at = now + self._drain_s
+            transfer.order.payload.settling()
+
+    def _carry_out_all(self, transfer: _Transfer, actions: list[s.Action]) -> None:
+        busy, transfer.busy = transfer.busy, True
+        for action in actions:
+            self._carry_out(transfer, action)
+        transfer.busy = busy
+
+    def _carry_out(self, transfer: _Transfer, action: s.Action) -> None:
+        match action:
+            case s.TellAccept() | s.TellChecksums() | s.TellStop() | s.TellReceipt():
+                transfer.order.listener(action)
+            case s.SendChunk(chunk):
+                self._send(transfer, transfer.plan.chunks[chunk])
+            case s.PostReceive(chunk):
+                self._receive(transfer, transfer.plan.chunks[chunk])
+            case s.Forget(chunk):
+                self._forget(transfer, chunk)
+            case s.Discard(chunk):
+                self._discard(transfer, chunk)
+            case s.Reserve():
+                self._attempt(transfer, self._target(transfer).reserve, s.Reserved())
+            case s.CheckIndex():
+                self._attempt(transfer, self._target(transfer).check_index, s.IndexChecked())
+            case s.CheckContents():
+                self._attempt(transfer, self._target(transfer).check_contents, s.ContentsChecked())
+            case s.Commit():
+                self._prepare_commit(transfer)
+            case s.CloseEndpoint():
+                peer = transfer.order.peer
+                if transfer.endpoint is not None:
+                    self._lose_peer(peer, PeerUnavailable("a failed transfer was not drained", peer=peer), notify=True)
+            case s.Release(keep):
+                self._spare_staging(transfer)
+                transfer.order.payload.release(keep=keep)
+            case s.End(error, receipt):
+                self._end(transfer, error, receipt)
+
+    def _end(self, transfer: _Transfer, error: HurrayError | None, receipt: object) -> None:
+        transfer.ended = True
+        del self._transfers[transfer.number]
+        if transfer.link is not None:
+            transfer.link.transfers.discard(transfer.number)
+        transfer.order.listener(Ended(error, receipt, tuple(transfer.stages)))
+
+    @staticmethod
+    def _target(transfer: _Transfer) -> TargetPayload:
+        assert isinstance(transfer.order, TargetOrder)
+        return transfer.order.payload
+
+    def _attempt(self, transfer: _Transfer, work: Callable[[], object], then: s.Event) -> None:
+        error = _attempt(work, transfer.number)
+        self._feed(transfer, then if error is None else s.Failed(error))
+
+    def _prepare_commit(self, transfer: _Transfer) -> None:
+        machine = transfer.machine
+        assert isinstance(machine, s.TargetSession)
+        transfer.order.listener(
+            PrepareCommit(self._target(transfer).summary(), machine.verified_chunk_count, tuple(transfer.stages))
+        )
+
+    # --- chunks ---------------------------------------------------------------------------------------------------
+
+    def _tag(self, transfer: _Transfer, chunk: int) -> int:
+        assert transfer.tag is not None, "no tag before Accept"
+        return chunk_tag(transfer.tag, chunk)
+
+    def _forget(self, transfer: _Transfer, chunk: int) -> None:
+        if transfer.endpoint is not None:  # a connection that is gone has completed the receive already
+            transfer.endpoint.forget(self._tag(transfer, chunk))
+
+    def _discard(self, transfer: _Transfer, chunk: int) -> None:
+        done = self._receive_done(transfer, chunk, None)
+        if transfer.endpoint is None:
+            done(_gone(transfer))
+        else:
+            transfer.endpoint.discard(self._tag(transfer, chunk), done)
+
+    def _send(self, transfer: _Transfer, chunk: Chunk) -> None:
+        order = transfer.order
+        assert isinstance(order, SourceOrder)
+        checksum = 0
+
+        def stage() -> Buffer:
+            buffer = order.payload.stage(chunk, lambda: self._take_staging(transfer, chunk.index))
+            nonlocal checksum
+            checksum = order.hash(buffer)
+            return buffer
+
+        buffer, error = _outcome(stage, transfer.number)
+        endpoint = transfer.endpoint
+        if error is not None or endpoint is None:
+            self._feed(transfer, s.SendDone(chunk.index, error or _gone(transfer)))
+            return
+        transfer.moved_at = time.monotonic()
+        self._feed(transfer, s.ChunkPosted(chunk.index, checksum))
+
+        def done(error: HurrayError | None) -> None:
+            transfer.moved_at = time.monotonic()
+            staged = transfer.staging.pop(chunk.index, None)
+            if staged is not None:
+                self._spare.append(staged)
+            self._feed(transfer, s.SendDone(chunk.index, error))
+
+        endpoint.send(self._tag(transfer, chunk.index), buffer, done)
+
+    def _receive(self, transfer: _Transfer, chunk: Chunk) -> None:
+        buffer, error = _outcome(lambda: self._target(transfer).memory(chunk), transfer.number)
+        endpoint = transfer.endpoint
+        if error is not None or endpoint is None:
+            self._feed(transfer, s.ReceiveDone(chunk.index, error or _gone(transfer)))
+            return
+        done = self._receive_done(transfer, chunk.index, buffer)
+        endpoint.receive(self._tag(transfer, chunk.index), buffer, done)
+
+    def _receive_done(
+        self, transfer: _Transfer, chunk: int, buffer: Buffer | None
+    ) -> Callable[[HurrayError | None], None]:
+        def done(error: HurrayError | None) -> None:
+            checksum = 0
+            failure = None
+            if error is None and buffer is not None and transfer.machine.outcome is None:
+                checksum = transfer.order.hash(buffer)
+                payload = self._target(transfer)
+                failure = _attempt(lambda: payload.arrived(transfer.plan.chunks[chunk]), transfer.number)
+            self._feed(transfer, s.ReceiveDone(chunk, error, checksum))
+            if failure is not None:
+                self._feed(transfer, s.Failed(failure))
+
+        return done
+
+    def _take_staging(self, transfer: _Transfer, chunk: int) -> Buffer:
+        size = transfer.plan.max_chunk_bytes
+        for number, buffer in enumerate(self._spare):
+            if buffer.nbytes >= size:
+                del self._spare[number]
+                break
+        else:
+            buffer = aligned_empty(max(size, transfer.plan.chunk_bytes))
+        transfer.staging[chunk] = buffer
+        return buffer
+
+    def _spare_staging(self, transfer: _Transfer) -> None:
+        self._spare.extend(transfer.staging.values())
+        transfer.staging.clear()
+        kept = 0
+        for number, buffer in enumerate(self._spare):
+            kept += buffer.nbytes
+            if kept > STAGING_KEEP_BYTES:
+                del self._spare[number:]
+                break
+
+
+def _gone(transfer: _Transfer) -> PeerUnavailable:
+    return PeerUnavailable(
+        "the connection to the peer is gone", stage=transfer.machine.phase.value, peer=transfer.order.peer
+    )
+
+
+def _outcome(work: Callable[[], Any], transfer: int) -> tuple[Any, HurrayError | None]:
+    """What `work` returned, or the error it raised: a fault of our own becomes InternalError, its cause logged."""
+    try:
+        return work(), None
+    except HurrayError as error:
+        return None, error
+    except Exception:
+        log_id = uuid.uuid4().hex[:12]
+        _log.exception("internal error", log_id=log_id, transfer=transfer)
+        return None, InternalError("a fault of this program; its log has the cause", log_id=log_id)
+
+
+def _attempt(work: Callable[[], Any], transfer: int) -> HurrayError | None:
+    return _outcome(work, transfer)[1]

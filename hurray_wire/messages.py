@@ -1,0 +1,225 @@
+"""Control-plane messages <-> what the wire layer works with: offers, session events, actions, parameters.
+
+Everything that comes from a peer is checked here before anything else sees it.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+from google.protobuf.duration_pb2 import Duration
+
+from hurray_wire import session as s
+from hurray_wire.checksum import Hash, hash_of
+from hurray_wire.dataplane import Output
+from hurray_wire.descriptor import Descriptor, decode_descriptor
+from hurray_wire.errors import (
+    CapabilityMismatch,
+    HurrayError,
+    InvalidDescriptor,
+    InvalidRequest,
+    LimitExceeded,
+    ProtocolViolation,
+)
+from hurray_wire.image import ImagePlan, plan_image
+from hurray_wire.limits import Limits
+from hurray_wire.paged import check_roles
+from hurray_wire.policy import STRICT, Policy
+from hurray_wire.status import from_status, to_status
+from hurray_wire.transport.base import TransportParameters
+from hurray_wire.v1 import transfer_pb2 as pb
+from hurray_wire.validate import Counts, check_token_counts
+
+PROTOCOL_VERSION: Final = 1
+
+_ANNOTATIONS_MAX: Final = 64
+_ANNOTATION_BYTES_MAX: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedSnapshot:
+    """An offer that has been checked: what descriptors and token counts can show is right."""
+
+    descriptors: tuple[Descriptor, ...]
+    token_counts: Counts
+    plan: ImagePlan
+    hash: Hash
+
+
+def check_key(key: str) -> None:
+    """Raise InvalidRequest unless `key` is UTF-8 text of 1 to 512 bytes without control characters."""
+    size = len(key.encode("utf-8", "surrogatepass"))
+    if not 1 <= size <= Limits().max_key_bytes:
+        raise InvalidRequest(
+            "key length out of range", field="key", offered=size, required=f"1 to {Limits().max_key_bytes} bytes"
+        )
+    for position, character in enumerate(key):
+        if unicodedata.category(character) in ("Cc", "Cs"):
+            raise InvalidRequest(
+                "key has a control character", field="key", offered=repr(character), required="none", index=position
+            )
+
+
+def check_request_id(request_id: str) -> None:
+    """Raise InvalidRequest unless it is a UUID4 in its usual text form."""
+    try:
+        valid = str(uuid.UUID(request_id)) == request_id.lower() and uuid.UUID(request_id).version == 4
+    except ValueError:
+        valid = False
+    if not valid:
+        raise InvalidRequest("not a request id", field="request_id", offered=request_id[:64], required="a UUID4")
+
+
+def read_duration(duration: Duration, field: str) -> float:
+    """Seconds of a duration from a peer. Raises InvalidRequest for one that is negative or above 10 years."""
+    seconds = duration.seconds + duration.nanos / 1e9
+    if not 0 <= seconds <= 3650 * 86400:
+        raise InvalidRequest("duration out of range", field=field, offered=f"{seconds} s", required="0 to 10 years")
+    return seconds
+
+
+def to_duration(seconds: float) -> Duration:
+    """Seconds as a duration."""
+    return Duration(seconds=int(seconds), nanos=int(math.modf(seconds)[0] * 1e9))
+
+
+def read_offer(offer: pb.Offer, limits: Limits, policy: Policy = STRICT) -> OfferedSnapshot:
+    """Check an offer as far as it goes without its contents: descriptors by every rule, one shared structure, roles
+    and layers, token counts, sizes. Costs memory in proportion to the message, never to what it declares.
+
+    Raises InvalidDescriptor and Unsupported (with tensor, rule, field), GeometryMismatch, InvalidContents,
+    InvalidSnapshot, InvalidRequest, LimitExceeded, CapabilityMismatch.
+    """
+    if len(offer.tensors) > limits.max_tensors:
+        raise LimitExceeded(
+            "too many tensors", field="tensors", offered=len(offer.tensors), required=f"<= {limits.max_tensors}"
+        )
+    _check_annotations(offer.annotations)
+    descriptors = tuple(
+        _read_descriptor(tensor.descriptor, number, limits, policy) for number, tensor in enumerate(offer.tensors)
+    )
+    plan = plan_image(descriptors, offer.chunk_bytes, limits)
+    check_roles([(descriptor.layer_index, descriptor.kv_role_name) for descriptor in descriptors])
+    counts = check_token_counts(descriptors[0], np.fromiter(offer.token_counts, np.uint64, len(offer.token_counts)))
+    return OfferedSnapshot(descriptors, counts, plan, hash_of(offer.checksum))
+
+
+def _read_descriptor(data: bytes, number: int, limits: Limits, policy: Policy) -> Descriptor:
+    if len(data) > limits.max_descriptor_bytes:
+        raise LimitExceeded(
+            "descriptor too long", tensor=number, offered=len(data), required=f"<= {limits.max_descriptor_bytes}"
+        )
+    try:
+        descriptor, consumed = decode_descriptor(data, replace(policy, cross_machine=True))
+    except HurrayError as error:
+        error.details.setdefault("tensor", str(number))
+        raise
+    if consumed != len(data):
+        raise InvalidDescriptor(
+            "bytes follow the descriptor",
+            tensor=number,
+            field="descriptor_length",
+            offered=len(data),
+            required=consumed,
+        )
+    return descriptor
+
+
+def _check_annotations(annotations: Mapping[str, str]) -> None:
+    if len(annotations) > _ANNOTATIONS_MAX:
+        raise LimitExceeded(
+            "too many annotations", field="annotations", offered=len(annotations), required=f"<= {_ANNOTATIONS_MAX}"
+        )
+    for name, value in annotations.items():
+        size = max(len(name.encode()), len(value.encode()))
+        if size > _ANNOTATION_BYTES_MAX:
+            raise LimitExceeded(
+                "annotation too long",
+                field=f"annotations[{name[:32]!r}]",
+                offered=size,
+                required=f"<= {_ANNOTATION_BYTES_MAX} bytes",
+            )
+
+
+def choose_transport(ours: Sequence[str], theirs: Sequence[str]) -> str:
+    """The first of ours that they have, too. Raises CapabilityMismatch, naming both lists."""
+    for kind in ours:
+        if kind in theirs:
+            return kind
+    raise CapabilityMismatch(
+        "no transport in common", field="transports", offered=", ".join(theirs), required="one of " + ", ".join(ours)
+    )
+
+
+# --- transports ---------------------------------------------------------------------------------------------------
+
+
+def to_transport(parameters: TransportParameters) -> pb.Transport:
+    """Parameters as a message."""
+    return pb.Transport(kind=parameters.kind, address=parameters.address, settings=dict(parameters.settings))
+
+
+def read_transport(message: pb.Transport) -> TransportParameters:
+    """Parameters from a peer. Raises LimitExceeded for what is larger than any transport of ours."""
+    settings = dict(message.settings)
+    size = len(message.kind) + len(message.address) + sum(len(name) + len(value) for name, value in settings.items())
+    if size > 16384:
+        raise LimitExceeded(
+            "transport parameters too long", field="transports", offered=size, required="<= 16384 bytes"
+        )
+    return TransportParameters(kind=message.kind, address=message.address, settings=settings)
+
+
+# --- session events and actions -------------------------------------------------------------------------------------
+
+
+def to_source_message(output: Output) -> pb.SourceMessage:
+    """What a source's machine wants told."""
+    match output:
+        case s.TellChecksums(first, values):
+            return pb.SourceMessage(checksums=pb.ChunkChecksums(first_chunk=first, values=values))
+        case s.TellStop(error, sent):
+            return pb.SourceMessage(stop=pb.Stop(error=to_status(error), sent_chunk_count=sent))
+    raise AssertionError(f"not for a target: {output}")
+
+
+def to_target_message(output: Output, accept: Callable[[], pb.Accept]) -> pb.TargetMessage:
+    """What a target's machine wants told. `accept` makes the Accept, which the machine knows nothing of."""
+    match output:
+        case s.TellAccept():
+            return pb.TargetMessage(accept=accept())
+        case s.TellReceipt(receipt):
+            return pb.TargetMessage(receipt=receipt)
+        case s.TellStop(error):
+            return pb.TargetMessage(stop=pb.Stop(error=to_status(error)))
+    raise AssertionError(f"not for a source: {output}")
+
+
+def read_source_message(message: pb.SourceMessage) -> s.Event:
+    """The event for a target that a source's message is. Raises ProtocolViolation for an offer or an empty one."""
+    match message.WhichOneof("message"):
+        case "checksums":
+            return s.ChecksumsReceived(message.checksums.first_chunk, tuple(message.checksums.values))
+        case "stop":
+            return s.PeerStopped(from_status(message.stop.error), message.stop.sent_chunk_count)
+        case kind:
+            raise ProtocolViolation("unexpected message", offered=kind or "empty message", required="checksums or stop")
+
+
+def read_target_message(message: pb.TargetMessage) -> s.ReceiptReceived | s.PeerStopped | pb.Accept:
+    """The event for a source that a target's message is, or its Accept. Raises ProtocolViolation for an empty one."""
+    match message.WhichOneof("message"):
+        case "accept":
+            return message.accept
+        case "receipt":
+            return s.ReceiptReceived(message.receipt)
+        case "stop":
+            return s.PeerStopped(from_status(message.stop.error))
+        case _:
+            raise ProtocolViolation("unexpected message", offered="empty message", required="accept, receipt or stop")

@@ -1,0 +1,416 @@
+"""What a transfer moves: the two ends of an image, one that yields chunks and one that takes them.
+
+A source payload stages a chunk of a snapshot for sending; a target payload says where a chunk lands, looks at what
+arrived, and ends up with a valid, scrubbed snapshot. Pure work on arrays: no transport, no clock. All methods are
+called in the data-plane thread, in the order that the session machines prescribe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hurray_wire.descriptor import Descriptor
+from hurray_wire.image import INDEX, Chunk, ImagePlan, Segment
+from hurray_wire.limits import PAGE_BYTES
+from hurray_wire.memory import DEVICE_CPU
+from hurray_wire.pages import live_slots, scrub, scrub_parameters
+from hurray_wire.policy import STRICT, Policy
+from hurray_wire.validate import BlockStructure, Counts, check_parameters, check_pool, read_structure
+
+if TYPE_CHECKING:
+    from hurray_wire.snapshot import Destination, PreparedSnapshot
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSummary:
+    """What a target knows of a snapshot that is complete: for the receipt and the store."""
+
+    descriptors: tuple[Descriptor, ...]
+    logical_page_count: int
+    distinct_page_count: int
+    dead_slot_count: int
+    dirty_dead_slot_count: int
+    wire_bytes: int
+
+
+class SourcePayload(Protocol):
+    """The end that yields chunks."""
+
+    plan: ImagePlan
+
+    def stage(self, chunk: Chunk, take_staging: Callable[[], Bytes]) -> Any:
+        """The bytes of a chunk, uint8 [chunk.nbytes]: in memory got from `take_staging`, or where they already are if
+        all of them may leave as they are. They stay unchanged until the send completes."""
+
+    def settling(self) -> None:
+        """The transfer has failed and is being drained."""
+
+    def release(self, *, keep: bool) -> None:
+        """The transfer is over and nothing refers to the memory any more."""
+
+
+class TargetPayload(Protocol):
+    """The end that takes chunks. Nothing of it is visible to anyone before the transfer commits."""
+
+    plan: ImagePlan
+
+    def reserve(self) -> None:
+        """Take the memory. Raises ArenaFull."""
+
+    def memory(self, chunk: Chunk) -> Any:
+        """Where a chunk lands: writable uint8 [chunk.nbytes]."""
+
+    def arrived(self, chunk: Chunk) -> None:
+        """A chunk is in its memory; its checksum has been computed, not yet compared."""
+
+    def check_index(self) -> None:
+        """Validate block_table and seq_ptr. Raises InvalidContents (V1-V9)."""
+
+    def check_contents(self) -> None:
+        """Validate parameters and pools, clear what is left to clear. Raises InvalidContents (V11-V14)."""
+
+    def summary(self) -> TargetSummary:
+        """After check_contents."""
+
+    def settling(self) -> None:
+        """The transfer has failed; the peer may still write: the memory is in quarantine until `release`."""
+
+    def release(self, *, keep: bool) -> None:
+        """Nothing writes any more. `keep`: the memory is the snapshot's now; else it is free."""
+
+
+class SnapshotSource:
+    """Source payload of a caller's snapshot: pages are gathered, cleared of dead slots, and sent from staging memory;
+    adjacent pages without a dead slot are sent from where they are."""
+
+    def __init__(self, prepared: PreparedSnapshot, plan: ImagePlan) -> None:
+        self.plan = plan
+        self._prepared = prepared
+
+    def stage(self, chunk: Chunk, take_staging: Callable[[], Bytes]) -> Any:
+        """See SourcePayload."""
+        if len(chunk.segments) == 1:
+            direct = self._direct(chunk.segments[0])
+            if direct is not None:
+                return direct
+        staging = take_staging()[: chunk.nbytes]
+        end = 0
+        for segment in chunk.segments:
+            staging[end : segment.chunk_offset] = 0  # the gap: staging memory held other bytes before
+            end = segment.chunk_offset + segment.nbytes
+            self._fill(segment, staging[segment.chunk_offset : end])
+        return staging
+
+    def settling(self) -> None:
+        """Nothing to do: the pages are the caller's."""
+
+    def release(self, *, keep: bool) -> None:
+        """Nothing to do: the pages are the caller's."""
+
+    def _direct(self, segment: Segment) -> Any | None:
+        page_bytes = self._paged(segment)
+        if page_bytes is None:
+            return None
+        return self._prepared.direct_run(
+            segment.tensor, segment.buffer_offset // page_bytes, segment.nbytes // page_bytes
+        )
+
+    def _paged(self, segment: Segment) -> int | None:
+        """Bytes of a page, where the segment is one of whole pages."""
+        if segment.tensor == INDEX or segment.buffer != 0:
+            return None
+        return self.plan.descriptors[segment.tensor].page_bytes
+
+    def _fill(self, segment: Segment, out: Bytes) -> None:
+        page_bytes = self._paged(segment)
+        if page_bytes is not None:
+            first, count = segment.buffer_offset // page_bytes, segment.nbytes // page_bytes
+            self._prepared.fill(segment.tensor, first, count, out)
+        else:
+            whole = self._prepared.buffer(max(segment.tensor, 0), segment.buffer)
+            out[...] = whole[segment.buffer_offset : segment.buffer_offset + segment.nbytes]
+
+
+class ImageSource:
+    """Source payload of a held image, which is compact and clean already: chunks are sent from where they are.
+
+    `on_release` is called once, when nothing refers to the image any more.
+    """
+
+    def __init__(self, plan: ImagePlan, image: Bytes, on_release: Callable[[], None]) -> None:
+        self.plan = plan
+        self._image = image
+        self._on_release = on_release
+
+    def stage(self, chunk: Chunk, take_staging: Callable[[], Bytes]) -> Any:  # noqa: ARG002 -- SourcePayload's
+        """See SourcePayload."""
+        return self._image[chunk.offset : chunk.offset + chunk.nbytes]
+
+    def settling(self) -> None:
+        """Nothing to do: the image is not written to."""
+
+    def release(self, *, keep: bool) -> None:  # noqa: ARG002 -- SourcePayload's
+        """See SourcePayload."""
+        self._on_release()
+
+
+class ImageMemory(Protocol):
+    """Memory for one image: an arena's extent, or a block of its own."""
+
+    def reserve(self, nbytes: int) -> Bytes:
+        """Page-aligned memory. Raises ArenaFull."""
+
+    def settling(self) -> None:
+        """It is in quarantine: not in use, not free."""
+
+    def release(self, *, keep: bool) -> None:
+        """It is a snapshot's, or free."""
+
+
+class ImageTarget:
+    """Target payload that keeps the snapshot as an image: pools are scrubbed chunk by chunk as they arrive."""
+
+    def __init__(
+        self, plan: ImagePlan, token_counts: Sequence[int] | Counts, memory: ImageMemory, policy: Policy = STRICT
+    ) -> None:
+        self.plan = plan
+        self.structure: BlockStructure | None = None
+        self.image: Bytes | None = None
+        self._token_counts = token_counts
+        self._memory = memory
+        self._policy = policy
+        self._live: npt.NDArray[np.uint32] | None = None
+        self._dirty = 0
+
+    def reserve(self) -> None:
+        """See TargetPayload."""
+        self.image = self._memory.reserve(self.plan.image_bytes)
+
+    def memory(self, chunk: Chunk) -> Any:
+        """See TargetPayload."""
+        assert self.image is not None
+        return self.image[chunk.offset : chunk.offset + chunk.nbytes]
+
+    def arrived(self, chunk: Chunk) -> None:
+        """Clear the gaps and the dead slots of the whole pages in it."""
+        memory = self.memory(chunk)
+        end = 0
+        for segment in chunk.segments:
+            memory[end : segment.chunk_offset] = 0
+            end = segment.chunk_offset + segment.nbytes
+            if segment.tensor != INDEX and segment.buffer == 0:
+                self._dirty += scrub_segment(self.plan, segment, memory[segment.chunk_offset : end], self.live)
+
+    @property
+    def live(self) -> npt.NDArray[np.uint32]:
+        """Live slots per page; known once the index is checked."""
+        assert self._live is not None, "pages before the index"
+        return self._live
+
+    def buffer(self, tensor: int, number: int) -> Bytes:
+        """One buffer of one tensor, in the image."""
+        assert self.image is not None
+        offset = self.plan.buffer_offsets[tensor][number]
+        return self.image[offset : offset + self.plan.descriptors[tensor].buffers[number].byte_size]
+
+    def buffers(self, tensor: int) -> list[Bytes]:
+        """All buffers of one tensor."""
+        return [self.buffer(tensor, number) for number in range(len(self.plan.descriptors[tensor].buffers))]
+
+    def check_index(self) -> None:
+        """See TargetPayload."""
+        # Private copies would cost little, and are not needed: nobody but the transport can write here, and it is done.
+        self.structure = read_structure(
+            self.plan.descriptors[0], self.buffer(0, 1), self.buffer(0, 2), self._token_counts, self._policy
+        )
+        self._live = live_slots(self.structure)
+
+    def check_contents(self) -> None:
+        """See TargetPayload."""
+        self._dirty += finish_contents(self.plan, self.buffers, self.live)
+        self._clear_gaps()
+
+    def summary(self) -> TargetSummary:
+        """See TargetPayload."""
+        assert self.structure is not None
+        return summarise(self.plan, self.structure, self.live, self._dirty)
+
+    def settling(self) -> None:
+        """See TargetPayload."""
+        self._memory.settling()
+
+    def release(self, *, keep: bool) -> None:
+        """See TargetPayload."""
+        if not keep:
+            self.image = None
+        self._memory.release(keep=keep)
+
+    def _clear_gaps(self) -> None:
+        """Gaps between chunks were never written by the peer, but may hold what the memory held before."""
+        assert self.image is not None
+        end = 0
+        for chunk in self.plan.chunks:
+            self.image[end : chunk.offset] = 0
+            end = chunk.offset + chunk.nbytes
+        self.image[end:] = 0
+
+
+class OwnMemory:
+    """Image memory of its own, outside any arena: what a client's get keeps."""
+
+    def __init__(self, allocate: Callable[[int], Bytes]) -> None:
+        self._allocate = allocate
+
+    def reserve(self, nbytes: int) -> Bytes:
+        """See ImageMemory."""
+        return self._allocate(nbytes)
+
+    def settling(self) -> None:
+        """Nothing to do: it is freed with its last reference."""
+
+    def release(self, *, keep: bool) -> None:
+        """Nothing to do: it is freed with its last reference."""
+
+
+class ScatterTarget:
+    """Target payload that puts pages straight into a caller's paged caches, whatever its own tables say.
+
+    `memory` holds index and parameters, and the chunks under way. The caller's pages are untouched until the index is
+    valid; from then on a failure leaves them undefined, and `release` clears them.
+    """
+
+    def __init__(
+        self,
+        plan: ImagePlan,
+        token_counts: Sequence[int] | Counts,
+        destination: Destination,
+        allocate: Callable[[int], Bytes],
+        policy: Policy = STRICT,
+    ) -> None:
+        self.plan = plan
+        self.structure: BlockStructure | None = None
+        self._token_counts = token_counts
+        self._destination = destination
+        self._allocate = allocate
+        self._policy = policy
+        self._live: npt.NDArray[np.uint32] | None = None
+        self._landing: dict[int, Bytes] = {}
+        self._spare: list[Bytes] = []
+        self._small: dict[tuple[int, int], Bytes] = {}
+        self._dirty = 0
+        self._touched = False
+
+    def reserve(self) -> None:
+        """See TargetPayload: index and parameters; landing memory is taken as chunks are posted."""
+        self._small[INDEX, 1] = self._allocate(self.plan.descriptors[0].buffers[1].byte_size)
+        self._small[INDEX, 2] = self._allocate(self.plan.descriptors[0].buffers[2].byte_size)
+        for tensor, descriptor in enumerate(self.plan.descriptors):
+            for number, handle in enumerate(descriptor.buffers[3:], 3):
+                self._small[tensor, number] = self._allocate(handle.byte_size)
+
+    def memory(self, chunk: Chunk) -> Any:
+        """See TargetPayload."""
+        buffer = self._spare.pop() if self._spare else self._allocate(self.plan.max_chunk_bytes)
+        self._landing[chunk.index] = buffer
+        return buffer[: chunk.nbytes]
+
+    def arrived(self, chunk: Chunk) -> None:
+        """Scatter its pages, keep its parameters."""
+        landed = self._landing.pop(chunk.index)
+        for segment in chunk.segments:
+            part = landed[segment.chunk_offset : segment.chunk_offset + segment.nbytes]
+            if segment.tensor != INDEX and segment.buffer == 0:
+                assert self._live is not None, "pages before the index"
+                self._touched = True
+                self._dirty += scrub_segment(self.plan, segment, part, self._live)
+                page_bytes = self.plan.descriptors[segment.tensor].page_bytes
+                assert page_bytes is not None, "the destination refused such pages"
+                self._destination.scatter(segment.tensor, segment.buffer_offset // page_bytes, part)
+            else:
+                kept = self._small[segment.tensor, segment.buffer]
+                kept[segment.buffer_offset : segment.buffer_offset + segment.nbytes] = part
+        self._spare.append(landed)
+
+    def check_index(self) -> None:
+        """See TargetPayload."""
+        self.structure = read_structure(
+            self.plan.descriptors[0], self._small[INDEX, 1], self._small[INDEX, 2], self._token_counts, self._policy
+        )
+        self._live = live_slots(self.structure)
+        self._destination.bind(self.structure)
+
+    def check_contents(self) -> None:
+        """See TargetPayload."""
+        assert self._live is not None
+        for tensor, descriptor in enumerate(self.plan.descriptors):
+            buffers = [None, None, None, *(self._small[tensor, n] for n in range(3, len(descriptor.buffers)))]
+            check_parameters(descriptor, buffers, self._live)
+            self._dirty += scrub_parameters(descriptor, buffers, self._live)
+            self._destination.set_parameters(tensor, buffers[3:])
+        self._destination.finish()
+
+    def summary(self) -> TargetSummary:
+        """See TargetPayload."""
+        assert self.structure is not None
+        assert self._live is not None
+        return summarise(self.plan, self.structure, self._live, self._dirty)
+
+    def settling(self) -> None:
+        """Nothing to do: landing memory is freed with its last reference, and the pages are the caller's."""
+
+    def release(self, *, keep: bool) -> None:
+        """Clear the named pages if the transfer failed after it had touched any."""
+        if not keep and self._touched:
+            self._destination.clear()
+
+
+def scrub_segment(plan: ImagePlan, segment: Segment, memory: Bytes, live: npt.NDArray[np.uint32]) -> int:
+    """Clear the dead slots of the pages in a segment; pools whose pages are not whole bytes wait for their end."""
+    page_bytes = plan.descriptors[segment.tensor].page_bytes
+    if page_bytes is None:
+        return 0
+    return scrub(plan.descriptors[segment.tensor], memory, live, segment.buffer_offset // page_bytes)
+
+
+def finish_contents(plan: ImagePlan, buffers: Callable[[int], list[Bytes]], live: npt.NDArray[np.uint32]) -> int:
+    """Validate all parameters and pools, then clear what is not clear; how many dirty dead slots that found."""
+    dirty = 0
+    for tensor, descriptor in enumerate(plan.descriptors):
+        parts = buffers(tensor)
+        check_parameters(descriptor, parts, live)
+        check_pool(descriptor, parts[0], live)
+    for tensor, descriptor in enumerate(plan.descriptors):
+        parts = buffers(tensor)
+        if descriptor.page_bytes is None:
+            dirty += scrub(descriptor, parts[0], live)
+        dirty += scrub_parameters(descriptor, parts, live)
+    return dirty
+
+
+def summarise(plan: ImagePlan, structure: BlockStructure, live: npt.NDArray[np.uint32], dirty: int) -> TargetSummary:
+    """The summary of a complete snapshot; descriptors as the memory it lies in really is."""
+    dead = structure.num_pages * structure.page_size - int(live.sum(dtype=np.uint64))
+    return TargetSummary(
+        descriptors=tuple(in_host_memory(descriptor) for descriptor in plan.descriptors),
+        logical_page_count=structure.total_logical_pages,
+        distinct_page_count=structure.num_pages,
+        dead_slot_count=dead * len(plan.descriptors),
+        dirty_dead_slot_count=dirty,
+        wire_bytes=plan.wire_bytes,
+    )
+
+
+def in_host_memory(descriptor: Descriptor) -> Descriptor:
+    """The descriptor with handles of page-aligned host memory."""
+    handles = tuple(
+        replace(handle, device_tag=DEVICE_CPU, memory_class=0, sync_mode=0, alignment=PAGE_BYTES)
+        for handle in descriptor.buffers
+    )
+    return replace(descriptor, buffers=handles)

@@ -1,0 +1,145 @@
+"""The image plan: every byte of every buffer is in exactly one chunk, at the place the plan says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hurray_wire.descriptor import Descriptor, build_descriptor
+from hurray_wire.dtypes import BY_NAME
+from hurray_wire.errors import GeometryMismatch, InvalidRequest, LimitExceeded
+from hurray_wire.image import INDEX, plan_image
+from hurray_wire.limits import Limits
+from hurray_wire.quantization import PerBlockAffine
+
+LIMITS = Limits()
+
+
+def descriptor(num_pages: int = 3, *, page_size: int = 4, heads: int = 2, dim: int = 8, **fields: object) -> Descriptor:
+    values: dict[str, object] = {
+        "element_type": BY_NAME["float16"],
+        "total_tokens": num_pages * page_size,
+        "num_seqs": 1,
+        "total_logical_pages": num_pages,
+        "kv_role": 0,
+        "layer_index": 0,
+    }
+    values.update(fields)
+    return build_descriptor(page_size=page_size, num_pages=num_pages, num_heads=heads, head_dim=dim, **values)  # type: ignore[arg-type]
+
+
+SHAPES = st.tuples(
+    st.integers(0, 60),
+    st.sampled_from([1, 4, 16]),
+    st.integers(1, 5),
+    st.sampled_from([1, 3, 8, 64]),
+    st.sampled_from(["float16", "int8", "int4", "float6_e2m3", "bool"]),
+    st.integers(1, 4),
+    st.sampled_from([4096, 8192, 65536]),
+)
+
+
+@given(SHAPES)
+def test_every_byte_is_in_exactly_one_chunk(shape: tuple[int, int, int, int, str, int, int]) -> None:
+    num_pages, page_size, heads, dim, name, tensors, chunk_bytes = shape
+    descriptors = [
+        descriptor(num_pages, page_size=page_size, heads=heads, dim=dim, element_type=BY_NAME[name], layer_index=layer)
+        for layer in range(tensors)
+    ]
+    plan = plan_image(descriptors, chunk_bytes, LIMITS)
+    covered: dict[tuple[int, int], int] = {}
+    end = 0
+    for number, chunk in enumerate(plan.chunks):
+        assert chunk.index == number
+        assert chunk.offset >= end
+        assert chunk.offset % 4096 == 0 or chunk.segments[0].buffer_offset > 0
+        end = chunk.offset + chunk.nbytes
+        page_bytes = descriptors[0].page_bytes or 0
+        assert 0 < chunk.nbytes <= max(chunk_bytes, page_bytes)
+        assert all((s.tensor == INDEX) == (number < plan.index_chunk_count) for s in chunk.segments)
+        for segment in chunk.segments:
+            key = (segment.tensor, segment.buffer)
+            assert covered.get(key, 0) == segment.buffer_offset, "buffers are sent from front to back"
+            covered[key] = segment.buffer_offset + segment.nbytes
+            offset = plan.buffer_offsets[max(segment.tensor, 0)][segment.buffer]
+            assert chunk.offset + segment.chunk_offset == offset + segment.buffer_offset
+            if segment.buffer == 0 and page_bytes:
+                assert segment.buffer_offset % page_bytes == 0
+                assert segment.nbytes % page_bytes == 0
+    for tensor, item in enumerate(descriptors):
+        for number, handle in enumerate(item.buffers):
+            key = (INDEX if number in (1, 2) else tensor, number)
+            assert covered.get(key, 0) == handle.byte_size
+            assert plan.buffer_offsets[tensor][number] % 4096 == 0
+    assert end <= plan.image_bytes
+    assert plan.image_bytes % 4096 == 0
+
+
+def test_small_tensors_share_chunks() -> None:
+    plan = plan_image([descriptor(layer_index=layer) for layer in range(160)], 4 << 20, LIMITS)
+    assert len(plan.chunks) == 2
+    assert plan.index_chunk_count == 1
+
+
+def test_ready_tensors_give_the_chunks_that_need_no_other() -> None:
+    plan = plan_image([descriptor(64, dim=64, layer_index=layer) for layer in range(4)], 65536, LIMITS)
+    assert plan.ready_chunk_count(0) == plan.index_chunk_count
+    assert plan.ready_chunk_count(4) == len(plan.chunks)
+    counts = [plan.ready_chunk_count(ready) for ready in range(5)]
+    assert counts == sorted(counts)
+    assert all(chunk.last_tensor < 2 for chunk in plan.chunks[: counts[2]])
+
+
+def test_scales_travel_after_their_pool() -> None:
+    quantized = descriptor(
+        3,
+        element_type=BY_NAME["int8"],
+        quantization=PerBlockAffine(block_size=4, scale_buffer_index=3, scale_type_tag=3),
+    )
+    plan = plan_image([quantized], 4 << 20, LIMITS)
+    assert [(s.tensor, s.buffer) for c in plan.chunks for s in c.segments] == [(INDEX, 1), (INDEX, 2), (0, 0), (0, 3)]
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, 4095, 4097, 128 << 20])
+def test_a_bad_chunk_size_is_refused(chunk_bytes: int) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        plan_image([descriptor()], chunk_bytes, LIMITS)
+    assert caught.value.field == "chunk_bytes"
+
+
+def test_no_tensor_is_refused() -> None:
+    with pytest.raises(InvalidRequest):
+        plan_image([], 4096, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("other", "field"),
+    [
+        (descriptor(page_size=8, total_tokens=12), "page_size"),
+        (descriptor(num_pages=4, total_tokens=12, total_logical_pages=3), "num_pages"),
+        (descriptor(total_tokens=11), "total_tokens"),
+        (descriptor(num_seqs=2), "num_seqs"),
+        (descriptor(total_logical_pages=5), "total_logical_pages"),
+        (descriptor(block_table_index_type=1), "block_table_index_type"),
+    ],
+)
+def test_tensors_of_different_structure_are_refused(other: Descriptor, field: str) -> None:
+    with pytest.raises(GeometryMismatch) as caught:
+        plan_image([descriptor(), other], 4096, LIMITS)
+    assert caught.value.field == field
+    assert caught.value.details["tensor"] == "1"
+    assert caught.value.details["offered"] != caught.value.details["required"]
+
+
+def test_limits_are_checked_in_exact_arithmetic_before_anything_is_planned() -> None:
+    huge = descriptor(1 << 40, total_tokens=0, total_logical_pages=0, num_seqs=0, block_table_index_type=1)
+    with pytest.raises(LimitExceeded) as caught:
+        plan_image([huge], 4096, LIMITS)
+    assert caught.value.field == "max_snapshot_bytes"
+    with pytest.raises(LimitExceeded) as caught:
+        plan_image([descriptor(1 << 20)], 4096, Limits(max_index_entries=1000))
+    assert caught.value.field == "max_index_entries"
+    with pytest.raises(LimitExceeded) as caught:
+        plan_image([descriptor()] * 5, 4096, Limits(max_tensors=4))
+    assert caught.value.field == "max_tensors"
