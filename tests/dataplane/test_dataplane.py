@@ -110,7 +110,14 @@ def test_the_image_arrives_whole(world: World, window: int, chunk_bytes: int) ->
     assert prepared.summary.dirty_dead_slot_count == 0
     assert prepared.summary.distinct_page_count == 40
     assert prepared.summary.logical_page_count == 60
-    assert [stage for stage, _ in end.stages] == ["reserve", "index", "check_index", "pages", "check_contents", "commit"]
+    assert [stage for stage, _ in end.stages] == [
+        "reserve",
+        "index",
+        "check_index",
+        "pages",
+        "check_contents",
+        "commit",
+    ]
 
 
 def test_dirty_dead_slots_are_cleared_and_counted(world: World) -> None:
