@@ -9,21 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from hurray_wire.descriptor import Descriptor
+from hurray_wire.destination import Destination
 from hurray_wire.image import INDEX, Chunk, ImagePlan, Segment
 from hurray_wire.limits import PAGE_BYTES
 from hurray_wire.memory import DEVICE_CPU
 from hurray_wire.pages import live_slots, scrub, scrub_parameters
 from hurray_wire.policy import STRICT, Policy
+from hurray_wire.prepare import PreparedSnapshot
 from hurray_wire.validate import BlockStructure, Counts, check_parameters, check_pool, read_structure
-
-if TYPE_CHECKING:
-    from hurray_wire.snapshot import Destination, PreparedSnapshot
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -115,24 +114,19 @@ class SnapshotSource:
         """Nothing to do: the pages are the caller's."""
 
     def _direct(self, segment: Segment) -> Any | None:
-        page_bytes = self._paged(segment)
-        if page_bytes is None:
-            return None
-        return self._prepared.direct_run(
-            segment.tensor, segment.buffer_offset // page_bytes, segment.nbytes // page_bytes
-        )
-
-    def _paged(self, segment: Segment) -> int | None:
-        """Bytes of a page, where the segment is one of whole pages."""
         if segment.tensor == INDEX or segment.buffer != 0:
             return None
-        return self.plan.descriptors[segment.tensor].page_bytes
+        page_bytes = self.plan.descriptors[segment.tensor].page_bytes
+        if page_bytes is None:
+            return None
+        run = self._prepared.direct_run(
+            segment.tensor, segment.buffer_offset // page_bytes, segment.nbytes // page_bytes
+        )
+        return None if run is None else np.frombuffer(run, np.uint8)
 
     def _fill(self, segment: Segment, out: Bytes) -> None:
-        page_bytes = self._paged(segment)
-        if page_bytes is not None:
-            first, count = segment.buffer_offset // page_bytes, segment.nbytes // page_bytes
-            self._prepared.fill(segment.tensor, first, count, out)
+        if segment.tensor != INDEX and segment.buffer == 0:
+            self._prepared.read(segment.tensor, segment.buffer_offset, out)
         else:
             whole = self._prepared.buffer(max(segment.tensor, 0), segment.buffer)
             out[...] = whole[segment.buffer_offset : segment.buffer_offset + segment.nbytes]
@@ -350,10 +344,11 @@ class ScatterTarget:
         """See TargetPayload."""
         assert self._live is not None
         for tensor, descriptor in enumerate(self.plan.descriptors):
-            buffers = [None, None, None, *(self._small[tensor, n] for n in range(3, len(descriptor.buffers)))]
+            parameters = [self._small[tensor, number] for number in range(3, len(descriptor.buffers))]
+            buffers = (None, None, None, *parameters)
             check_parameters(descriptor, buffers, self._live)
             self._dirty += scrub_parameters(descriptor, buffers, self._live)
-            self._destination.set_parameters(tensor, buffers[3:])
+            self._destination.set_parameters(tensor, parameters)
         self._destination.finish()
 
     def summary(self) -> TargetSummary:

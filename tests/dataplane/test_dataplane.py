@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from dataplane.images import PAGE_SIZE, Image, make_image
 from dataplane.pair import WAIT_S, Pair
+
 from hurray_wire import session as s
 from hurray_wire.checksum import NONE, XXH3_64
 from hurray_wire.dataplane import DataPlane, Output
@@ -163,7 +163,7 @@ def test_a_flipped_bit_is_data_loss_and_commits_nothing(world: World, chunk: int
 def test_an_invalid_index_is_refused_before_any_page(world: World) -> None:
     image = make_image()
     image.place(0, 1).view(np.uint32)[5] = 40
-    transfer, target, memory = world.send(image)
+    transfer, _, memory = world.send(image)
     source, end = transfer.result()
     assert isinstance(end.error, InvalidContents)
     assert end.error.rule == "V4"
@@ -315,7 +315,7 @@ def test_staging_and_state_do_not_grow(world: World) -> None:
     for _ in range(30):
         world.must_work()
     assert world.pair.source.transfer_count == 0
-    assert len(world.pair.source._spare) <= 4  # noqa: SLF001 -- the one place that could grow
+    assert len(world.pair.source._spare) <= 4
 
 
 def test_a_transport_that_cannot_start_is_named() -> None:
