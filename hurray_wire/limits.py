@@ -16,6 +16,9 @@ DEFAULT_CHUNK_BYTES: Final = 4 << 20
 DEFAULT_WINDOW: Final = 4
 """Chunks in flight per transfer."""
 
+MAX_WINDOW: Final = 16
+"""Chunks that a source keeps in flight at most, whatever window a target allows: each takes staging memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:

@@ -1,4 +1,4 @@
-"""Quantization schemes 0x01-0x03 as block-paged tensors carry them: codec, rules, and what each parameter buffer holds."""
+"""Quantization schemes 0x01-0x03 as block-paged tensors carry them: codec, rules, what each parameter buffer holds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ import numpy as np
 
 from .cursor import Cursor, Table
 from .dtypes import BY_TAG
+from .errors import HurrayError
 from .policy import broken, not_taken
-from .sections import PRIVATE, BufferHandle
-
-DYNAMIC: Final = (1 << 64) - 1
-"""Size of a dimension that the descriptor leaves open (rule S1)."""
+from .sections import PRIVATE, RANK, BufferHandle
 
 NO_BUFFER: Final = 0xFFFFFFFF
 """zero_point_buffer_index of a symmetric scheme."""
@@ -30,6 +28,7 @@ FLOAT32_TAG: Final = 0x03
 _INTEGER_TAGS: Final = frozenset({0x10, 0x11, 0x12, 0x13, 0x14, 0x15, 0x48, 0x49, 0x4A, 0x4B})
 _NARROW_TAGS: Final = frozenset({0x10, 0x11, 0x48, 0x49, 0x4A, 0x4B})
 _SCALE_TAGS: Final = (0x01, 0x02, 0x03)
+_SIZE_RULES: Final = {(2, "scale"): "Q20", (2, "zero_point"): "Q21", (3, "scale"): "Q27", (3, "zero_point"): "Q28"}
 _UNCOMPOSED: Final = {0x04: "NF4", 0x05: "MXFP"}
 
 SCHEME_HEADER: Final = Table("quantization", ("scheme_tag", "B"), ("scheme_version", "B"), ("flags", "H"))
@@ -38,10 +37,12 @@ SCHEME_HEADER: Final = Table("quantization", ("scheme_tag", "B"), ("scheme_versi
 
 @dataclass(frozen=True, slots=True)
 class PerTensorAffine:
-    """Scheme 0x01 (OFFSETS.md; per-tensor-affine.md). Little-endian, packed, 16 bytes with the header.
+    """Scheme 0x01 (OFFSETS.md; per-tensor-affine.md). Little-endian, packed, 16 bytes.
 
     Offset Size Type  Field                   Rule
-     0     4          SCHEME_HEADER           flags 0
+     0     1    u8    scheme_tag              0x01 (Q2-Q5)
+     1     1    u8    scheme_version          1 (Q6, Q7)
+     2     2    u16   flags                   zero (Q8)
      4     4    f32   scale                   finite, not zero (Q10)
      8     4    i32   zero_point              a value of the storage type (Q11)
     12     4    bytes _reserved               zero (Q12)
@@ -80,10 +81,12 @@ PER_TENSOR: Final = Table(
 
 @dataclass(frozen=True, slots=True)
 class PerChannelAffine:
-    """Scheme 0x02 (OFFSETS.md; per-channel-affine.md). Little-endian, packed, 20 bytes with the header.
+    """Scheme 0x02 (OFFSETS.md; per-channel-affine.md). Little-endian, packed, 20 bytes.
 
     Offset Size Type  Field                   Rule
-     0     4          SCHEME_HEADER           flag bit 0 SYMMETRIC
+     0     1    u8    scheme_tag              0x02 (Q2-Q5)
+     1     1    u8    scheme_version          1 (Q6, Q7)
+     2     2    u16   flags                   bit 0 SYMMETRIC (Q8)
      4     4    u32   axis                    1 or 2 (Q13, Q14)
      8     4    u32   scale_buffer_index      3 <= index < buffer_count (Q16-Q18)
     12     4    u32   zero_point_buffer_index the same; 0xFFFFFFFF if SYMMETRIC (Q19), here None
@@ -139,10 +142,12 @@ PER_CHANNEL: Final = Table(
 
 @dataclass(frozen=True, slots=True)
 class PerBlockAffine:
-    """Scheme 0x03 (OFFSETS.md; per-block-affine.md). Little-endian, packed, 24 bytes with the header.
+    """Scheme 0x03 (OFFSETS.md; per-block-affine.md). Little-endian, packed, 24 bytes.
 
     Offset Size Type  Field                   Rule
-     0     4          SCHEME_HEADER           flag bit 0 SYMMETRIC
+     0     1    u8    scheme_tag              0x03 (Q2-Q5)
+     1     1    u8    scheme_version          1 (Q6, Q7)
+     2     2    u16   flags                   bit 0 SYMMETRIC (Q8)
      4     4    u32   axis                    0 (Q22)
      8     4    u32   block_size              page_size (Q23), a power of two >= 2 (Q24)
     12     4    u32   scale_buffer_index      3 <= index < buffer_count (Q16-Q18)
@@ -293,7 +298,7 @@ def scheme_from(values: tuple[Any, ...]) -> Quantization:
     return PerBlockAffine(values[4], values[5], zero_point_index, values[7], values[3])
 
 
-def _refused_scheme(scheme_tag: int) -> Exception:
+def _refused_scheme(scheme_tag: int) -> HurrayError:
     field, offered, taken = "quantization.scheme_tag", f"{scheme_tag:#04x}", "0x01, 0x02 and 0x03"
     if scheme_tag in (0x00, 0xFF):
         return broken("Q2", field, offered, "neither 0x00 nor 0xFF")
@@ -304,18 +309,11 @@ def _refused_scheme(scheme_tag: int) -> Exception:
     return not_taken("Q3", field, offered, taken)
 
 
-def check_quantization(
-    scheme: Quantization,
-    *,
-    type_tag: int,
-    shape: Sequence[int],
-    page_size: int,
-    num_pages: int,
-    buffers: Sequence[BufferHandle],
-) -> None:
-    """Rules Q9-Q31 and B3, but Q12 and Q19, which only bytes can break. Raises InvalidDescriptor.
+def check_scheme(scheme: Quantization, *, type_tag: int, page_size: int) -> None:
+    """Rules Q9-Q11, Q13-Q15, Q22-Q24 and Q26: the scheme beside its storage type and page_size, without its buffers.
 
-    Q25 (block_size <= shape[0]) is not applied: block-paged replaces the block geometry by page slots.
+    Raises InvalidDescriptor. Q25 (block_size <= shape[0]) is not applied: block-paged replaces the block geometry by
+    page slots.
     """
     taken = _NARROW_TAGS if isinstance(scheme, PerBlockAffine) else _INTEGER_TAGS
     if type_tag not in taken:
@@ -323,15 +321,31 @@ def check_quantization(
         raise broken("Q9", "type_tag", name, f"a storage type of {scheme.scheme}")
     if isinstance(scheme, PerTensorAffine):
         _check_per_tensor(scheme, type_tag)
-        named: set[int | None] = set()
+    elif scheme.axis >= RANK:
+        raise broken("Q13", "quantization.axis", scheme.axis, f"< rank, {RANK}")
+    elif isinstance(scheme, PerChannelAffine):
+        _check_per_channel(scheme)
     else:
-        if isinstance(scheme, PerChannelAffine):
-            _check_per_channel(scheme, len(shape))
-        else:
-            _check_per_block(scheme, len(shape), page_size)
+        _check_per_block(scheme, page_size)
+
+
+def check_parameters(
+    scheme: Quantization,
+    *,
+    shape: Sequence[int],
+    page_size: int,
+    num_pages: int,
+    buffers: Sequence[BufferHandle],
+) -> None:
+    """Rules Q16-Q18, Q20, Q21, Q27-Q29, Q31 and B3: the buffers of a scheme that `check_scheme` took.
+
+    Raises InvalidDescriptor.
+    """
+    named: set[int | None] = set()
+    if not isinstance(scheme, PerTensorAffine):
         _check_indices(scheme, len(buffers))
         layout = parameter_layout(scheme, shape=shape, page_size=page_size, num_pages=num_pages)
-        _check_parameter_sizes(scheme, layout, buffers)
+        _check_sizes(scheme, layout, buffers)
         named = {scheme.scale_buffer_index, scheme.zero_point_buffer_index}
     for index in range(FIRST_PARAMETER_BUFFER, len(buffers)):
         if index not in named:
@@ -347,19 +361,15 @@ def _check_per_tensor(scheme: PerTensorAffine, type_tag: int) -> None:
         raise broken("Q11", "quantization.zero_point", scheme.zero_point, required)
 
 
-def _check_per_channel(scheme: PerChannelAffine, rank: int) -> None:
-    if scheme.axis >= rank:
-        raise broken("Q13", "quantization.axis", scheme.axis, f"< rank, {rank}")
+def _check_per_channel(scheme: PerChannelAffine) -> None:
     if scheme.axis == 0:
         raise broken("Q14", "quantization.axis", 0, "1 or 2")
     if scheme.scale_type_tag != FLOAT32_TAG:
         raise broken("Q15", "quantization.scale_type_tag", scheme.scale_type_tag, "3 (float32)")
 
 
-def _check_per_block(scheme: PerBlockAffine, rank: int, page_size: int) -> None:
+def _check_per_block(scheme: PerBlockAffine, page_size: int) -> None:
     block_size = scheme.block_size
-    if scheme.axis >= rank:
-        raise broken("Q13", "quantization.axis", scheme.axis, f"< rank, {rank}")
     if scheme.axis != 0:
         raise broken("Q22", "quantization.axis", scheme.axis, "0")
     if block_size != page_size:
@@ -385,7 +395,7 @@ def _check_indices(scheme: PerChannelAffine | PerBlockAffine, buffer_count: int)
             raise broken("Q18", field, index, f">= {FIRST_PARAMETER_BUFFER}")
 
 
-def _check_parameter_sizes(
+def _check_sizes(
     scheme: PerChannelAffine | PerBlockAffine, layout: tuple[Parameter, ...], buffers: Sequence[BufferHandle]
 ) -> None:
     """Rules Q20, Q21, Q27, Q28, and Q29, Q31 where one buffer holds both arrays. Exact arithmetic."""
@@ -396,14 +406,10 @@ def _check_parameter_sizes(
             rule = "Q29" if offered < size else "Q31"
             raise broken(rule, f"buffers[{index}].byte_size", offered, f"{size}, scales then zero points")
         return
-    per_channel = isinstance(scheme, PerChannelAffine)
     for parameter in layout:
         index, size = parameter.buffer_index, parameter.size
         offered = buffers[index].byte_size
         if offered != size:
-            if parameter.kind == "scale":
-                rule = "Q20" if per_channel else "Q27"
-            else:
-                rule = "Q21" if per_channel else "Q28"
+            rule = _SIZE_RULES[scheme.scheme_tag, parameter.kind]
             required = f"{size}, {parameter.entries} {parameter.kind}s of {parameter.dtype.itemsize} bytes"
             raise broken(rule, f"buffers[{index}].byte_size", offered, required)

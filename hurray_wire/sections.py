@@ -1,4 +1,4 @@
-"""Buffer handles, statistics and extension types: the fixed-size records of a descriptor, with their rules."""
+"""The fixed-size records of a descriptor: offset tables, and the rules of handles, statistics and extension types."""
 
 from __future__ import annotations
 
@@ -8,6 +8,84 @@ from typing import Any, Final
 from .cursor import Table
 from .dtypes import ElementType
 from .policy import Policy, broken, not_taken
+
+MAGIC: Final = b"HRRY"
+VERSION_MAJOR, VERSION_MINOR = 1, 0
+BLOCK_PAGED: Final = 0x0A
+RANK: Final = 3
+MAX_RANK: Final = 64
+NO_LAYER: Final = 0xFFFFFFFF
+"""layer_index on the wire where there is none."""
+
+KEY, VALUE, FUSED = 0, 1, 2
+KV_ROLE_NAMES: Final = ("key", "value", "fused")
+
+PAGE_POOL, BLOCK_TABLE, SEQ_PTR = 0, 1, 2
+"""Buffer indices."""
+
+HAS_QUANTIZATION, HAS_SHARD, HAS_EXTENSION_TYPE, HAS_STATISTICS, HAS_COMPOSITE_MEMBER = 1, 2, 4, 8, 16
+KNOWN_FLAGS: Final = 0x1F
+
+HEADER: Final = Table(
+    "fixed header",
+    ("magic", "4s"),
+    ("version_major", "B"),
+    ("version_minor", "B"),
+    ("descriptor_length", "I"),
+    ("flags", "I"),
+    ("type_tag", "B"),
+    ("layout_tag", "B"),
+    ("rank", "I"),
+)
+"""Fixed header (OFFSETS.md, 0-19). Little-endian, packed, 20 bytes.
+
+Offset Size Type  Field                   Rule
+ 0     4    bytes magic                   "HRRY" (H1)
+ 4     1    u8    version_major           1 (H2, H3)
+ 5     1    u8    version_minor           0; greater: unknown bytes may follow the sections
+ 6     4    u32   descriptor_length       >= 20 (H4), no more than supplied (H5), the sum at minor 0 (H7)
+10     4    u32   flags                   bits 0, 2, 3; bit 1 (H10), bit 4 (H11), bits 5-31 (H8) zero
+14     1    u8    type_tag                an element type (H12, H13), private with flag 2 (H9, E6)
+15     1    u8    layout_tag              0x0A (H14)
+16     4    u32   rank                    3 (H15, H16)
+"""
+
+SHAPE: Final = Table("shape", ("shape[0]", "Q"), ("shape[1]", "Q"), ("shape[2]", "Q"), ("byte_offset", "Q"))
+"""Shape and byte_offset (OFFSETS.md, 20-51). Little-endian, packed, 32 bytes.
+
+Offset Size Type  Field                   Rule
+ 0     8    u64   shape[0]                total_tokens; 2^64-1 = dynamic (S1)
+ 8     8    u64   shape[1]                num_heads
+16     8    u64   shape[2]                head_dim
+24     8    u64   byte_offset             0 (O1)
+"""
+
+LAYOUT: Final = Table(
+    "block-paged layout",
+    ("page_size", "I"),
+    ("num_pages", "Q"),
+    ("paged_axis", "I"),
+    ("num_seqs", "I"),
+    ("kv_role", "B"),
+    ("layer_index", "I"),
+    ("block_table_index_type", "B"),
+    ("_reserved", "6s"),
+)
+"""Block-paged layout fields (OFFSETS.md, 52-83). Little-endian, packed, 32 bytes.
+
+Offset Size Type  Field                   Rule
+ 0     4    u32   page_size               >= 1 (L1)
+ 4     8    u64   num_pages               <= 0xFFFFFFFF under u32 indices (L6)
+12     4    u32   paged_axis              0 (L2)
+16     4    u32   num_seqs
+20     1    u8    kv_role                 0 key, 1 value, 2 fused (L3)
+21     4    u32   layer_index             0xFFFFFFFF = none
+25     1    u8    block_table_index_type  0 u32, 1 u64 (L4)
+26     6    bytes _reserved               zero (L5)
+"""
+
+BUFFER_COUNT: Final = Table("buffer_count", ("buffer_count", "B"))
+QUANTIZATION_LENGTH: Final = Table("quantization_length", ("quantization_length", "I"))
 
 DEVICE_NAMES: Final = (
     "cpu",
@@ -31,13 +109,22 @@ STANDARD, PEER = 0x00, 0x03
 PRIVATE: Final = range(0xF0, 0xFF)
 """Private tags of devices, memory classes, element types and schemes."""
 
+DYNAMIC: Final = (1 << 64) - 1
+"""Size of a dimension that the descriptor leaves open (rule S1)."""
+
 MIN_ALIGNMENT: Final = 64
 ACCELERATOR_ALIGNMENT: Final = 4096
 
 _PEER_DEVICES: Final = frozenset({0x01, 0x02, 0x04, 0x07})
 
-U8, U16, U32, U64 = 1 << 8, 1 << 16, 1 << 32, 1 << 64
-"""One above the largest value of each width."""
+RANGES: Final = {
+    "B": range(1 << 8),
+    "H": range(1 << 16),
+    "I": range(1 << 32),
+    "Q": range(1 << 64),
+    "i": range(-(1 << 31), 1 << 31),
+}
+"""Values of each integer format character of the tables."""
 
 
 @dataclass(frozen=True, slots=True)
