@@ -36,7 +36,14 @@ from hurray_wire.errors import (
 from hurray_wire.image import Chunk, ImagePlan
 from hurray_wire.memory import aligned_empty
 from hurray_wire.payload import SourcePayload, TargetPayload, TargetSummary
-from hurray_wire.transport.base import Buffer, Endpoint, Transport, TransportParameters, chunk_tag
+from hurray_wire.transport.base import (
+    TAG_CHUNK_BITS,
+    Buffer,
+    Endpoint,
+    Transport,
+    TransportParameters,
+    chunk_tag,
+)
 
 _log = structlog.get_logger("hurray.dataplane")
 
@@ -355,10 +362,13 @@ class DataPlane:
         return transfer.deadline
 
     def _is_known(self, tag: int) -> bool:
-        transfer = self._transfers.get(tag >> 24)
-        if transfer is None or not isinstance(transfer.machine, s.TargetSession):
-            return False
-        return transfer.machine.phase is not s.TargetPhase.SETTLING and tag & 0xFFFFFF < transfer.machine.chunk_count
+        # Also of a failed transfer: its machine will discard what it finds out was sent.
+        transfer = self._transfers.get(tag >> TAG_CHUNK_BITS)
+        return (
+            transfer is not None
+            and isinstance(transfer.machine, s.TargetSession)
+            and tag & ((1 << TAG_CHUNK_BITS) - 1) < transfer.machine.chunk_count
+        )
 
     # --- commands -------------------------------------------------------------------------------------------------
 
