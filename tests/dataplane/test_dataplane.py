@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from dataplane.images import PAGE_SIZE, Image, make_image
 from dataplane.pair import WAIT_S, Pair
-
 from hurray_wire import session as s
 from hurray_wire.checksum import NONE, XXH3_64
 from hurray_wire.dataplane import DataPlane, Output

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+
 from dataplane.images import make_image
 from dataplane.pair import WAIT_S, Pair
-
 from hurray_wire import session as s
 from hurray_wire.errors import Cancelled, HurrayError, InvalidContents, OutcomeUnknown, PeerUnavailable
 from hurray_wire.memory import aligned_empty, is_page_aligned

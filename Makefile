@@ -1,0 +1,42 @@
+# Everything people run, by the names that docs and CI use. `make` alone lists them.
+.DEFAULT_GOAL := help
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+LATER := bench test-cluster cluster-up cluster-down test-vllm
+
+.PHONY: help demo test check $(LATER)
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' Makefile | while read -r target text; do printf '  make %-6s %s\n' "$$target" "$$text"; done
+	@echo "  not yet: $(LATER)"
+
+demo: $(INSTALLED) ## hand a cache from one process to another through two daemons, and decode from it
+	@$(BIN)/python -m deploy.demo
+
+test: $(INSTALLED) ## every test, UCX included
+	$(BIN)/pytest
+
+check: $(INSTALLED) ## style, types, layers, generated code
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	proto/generate.sh --check
+
+$(LATER):
+	@echo "make $@: not yet" >&2; exit 1
+
+$(INSTALLED): pyproject.toml
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+	  for candidate in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11; do \
+	    if $$candidate -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null; \
+	    then python=$$candidate; break; fi; \
+	  done; \
+	  if [ -z "$$python" ]; then \
+	    echo "Needs Python 3.11 to 3.14: none found. Install one, or name it: make PYTHON=/path/to/python" >&2; exit 1; \
+	  fi; \
+	  echo "Installing into $(VENV) with $$python: about 530 MB, once"; \
+	  $$python -m venv --clear $(VENV); }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
