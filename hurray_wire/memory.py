@@ -15,9 +15,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from hurray_wire.dtypes import BY_NAME, ElementType, from_numpy
-from hurray_wire.errors import InvalidSnapshot, Unsupported
-from hurray_wire.limits import PAGE_BYTES
+from .dtypes import BY_NAME, ElementType, from_numpy
+from .errors import InvalidSnapshot, Unsupported
+from .limits import PAGE_BYTES
 
 DEVICE_CPU: Final = 0x00
 DEVICE_CUDA: Final = 0x01
@@ -104,9 +104,21 @@ def array_module(array: object) -> Any:
     return np if isinstance(array, np.ndarray) else _cupy()
 
 
+def to_host(array: Any) -> npt.NDArray[Any]:
+    """A NumPy array of the same values: the array itself, or a copy of one on a device."""
+    return array if isinstance(array, (np.ndarray, np.generic)) else array.get()  # type: ignore[return-value]
+
+
 def byte_view(buffer: object) -> npt.NDArray[np.uint8]:
-    """Any contiguous host buffer (bytes, bytearray, memoryview, ndarray) as one-dimensional uint8, without a copy."""
-    return np.frombuffer(memoryview(buffer).cast("B"), dtype=np.uint8)  # type: ignore[arg-type]
+    """Any contiguous host buffer (bytes, bytearray, memoryview, ndarray) as one-dimensional uint8, without a copy.
+
+    Writable where the buffer is.
+    """
+    if isinstance(buffer, np.ndarray):
+        assert buffer.flags.c_contiguous
+        return buffer.reshape(-1).view(np.uint8)
+    view = memoryview(buffer)  # type: ignore[arg-type]
+    return np.frombuffer(view.cast("B") if view.nbytes else b"", dtype=np.uint8)
 
 
 def _from_torch(torch: Any, tensor: Any) -> ArrayView:

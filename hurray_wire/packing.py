@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from hurray_wire.dtypes import ElementType
+from .dtypes import ElementType
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[Any]
@@ -73,8 +73,8 @@ def pack(words: Words, element_type: ElementType) -> Bytes:
     if bits == 6:
         return _pack_six(padded.reshape(-1, 4))
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    shifted: Bytes = np.left_shift(padded.reshape(-1, group), shifts)
-    return np.bitwise_or.reduce(shifted, axis=1)
+    packed: Bytes = np.bitwise_or.reduce(padded.reshape(-1, group) << shifts, axis=1)
+    return packed
 
 
 def _unpack_six(used: Bytes) -> Bytes:
@@ -96,7 +96,7 @@ def _pack_six(groups: Bytes) -> Bytes:
 
 
 def values(words: Words, element_type: ElementType) -> npt.NDArray[Any]:
-    """Words as values of their type, same shape, no copy: an ml_dtypes or NumPy dtype; raw words where NumPy has none."""
+    """Words as values of their type, same shape: NumPy's or ml_dtypes' dtype, or raw words where there is none."""
     if element_type.numpy is None:
         return words
     if element_type.name == "bool":

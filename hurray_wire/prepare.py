@@ -1,0 +1,215 @@
+"""The source's side of a transfer: a snapshot reduced to what crosses the wire, and its bytes on demand.
+
+Order at the source: compact, neutralise, validate, send. Dead slots are cleared here, before a byte leaves: at the
+receiver is late. The caller's pools are read, never written, so everything with a dead slot goes through the buffer
+that the transfer gives; a run of adjacent pages without any may be sent from where it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .descriptor import Descriptor
+from .memory import DEVICE_CPU, aligned_empty, to_host
+from .packing import E8M0_TAG, clear_bits
+from .pages import (
+    Bytes,
+    Compaction,
+    clear_dead,
+    compact,
+    compact_descriptor,
+    compact_parameters,
+    gather,
+    repack,
+    scrub_parameters,
+)
+from .snapshot import KVSnapshot, KVTensor
+from .validate import check_parameters, check_pool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedTensor:
+    """One tensor as it crosses the wire: the compact descriptor, and the parameters, compacted and neutralised.
+
+    `packed_pool` is the whole compact pool, only where pages are no whole bytes.
+    """
+
+    descriptor: Descriptor
+    parameters: tuple[Bytes, ...]
+    packed_pool: Bytes | None = None
+
+
+class PreparedSnapshot:
+    """What a source sends of a snapshot. Page numbers here are compact ones, 0 to num_pages - 1.
+
+    `tensors` are in the snapshot's order. `block_table` and `seq_ptr` are the index buffers that all of them share,
+    as uint8. Holds the snapshot: its pages are read by `fill` and `direct_run`, which raise Misuse once it is closed.
+    """
+
+    def __init__(self, snapshot: KVSnapshot, compaction: Compaction, tensors: Sequence[PreparedTensor]) -> None:
+        """Use `prepare`."""
+        self.snapshot = snapshot
+        self.compaction = compaction
+        self.tensors = tuple(tensors)
+        self.structure = compaction.structure
+        wire = self.tensors[0].descriptor.index_dtype
+        self.block_table: Bytes = _aligned(self.structure.block_table.astype(wire))
+        self.seq_ptr: Bytes = _aligned(self.structure.seq_ptr.astype(wire))
+        self._all_live = bool((compaction.live == self.structure.page_size).all())
+        # Differences of prefix sums say in constant time whether a run has a gap or a dead slot.
+        self._gaps = _prefix_sums(np.diff(compaction.pages) != 1)
+        self._partial = _prefix_sums(compaction.live != self.structure.page_size)
+
+    @property
+    def num_pages(self) -> int:
+        """Distinct pages."""
+        return self.structure.num_pages
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that cross the wire: pools, parameters, and the index buffers once."""
+        pools = sum(tensor.descriptor.page_pool_bytes for tensor in self.tensors)
+        parameters = sum(array.nbytes for tensor in self.tensors for array in tensor.parameters)
+        return pools + parameters + self.block_table.nbytes + self.seq_ptr.nbytes
+
+    def buffer(self, tensor_index: int, number: int) -> Bytes:
+        """A whole buffer that is staged already, by the format's index: all but page pools of whole-byte pages."""
+        if number in (1, 2):
+            return self.block_table if number == 1 else self.seq_ptr
+        tensor = self.tensors[tensor_index]
+        if number:
+            return tensor.parameters[number - 3]
+        assert tensor.packed_pool is not None, "the pages of this pool are gathered by fill"
+        return tensor.packed_pool
+
+    def fill(self, tensor_index: int, first_page: int, page_count: int, out: Any) -> None:
+        """Write compact pages [first_page, first_page + page_count) of a tensor to `out`, dead slots cleared.
+
+        `out` is a contiguous uint8 array of page_count * page_bytes, on the device of the pool.
+        Not for pools whose pages are no whole bytes:
+        see `read`. Raises InvalidContents (V14) for a live element that has no value.
+        """
+        descriptor = self.tensors[tensor_index].descriptor
+        page_bytes = descriptor.page_bytes
+        assert page_bytes is not None, "pages of this tensor are no whole bytes"
+        assert 0 <= first_page <= first_page + page_count <= self.num_pages
+        rows = out.reshape(page_count, page_bytes)
+        gather(self._pool(tensor_index), self.compaction.pages[first_page : first_page + page_count], rows)
+        self._finish(descriptor, rows, first_page)
+
+    def read(self, tensor_index: int, offset: int, out: Any) -> None:
+        """Write bytes [offset, offset + len(out)) of a tensor's compact page pool to `out` (uint8), dead slots cleared.
+
+        For chunks that are byte ranges: of a packed pool, or of pages larger than a chunk. Whole pages inside the
+        range are gathered straight into `out`.
+        """
+        tensor = self.tensors[tensor_index]
+        target = out.reshape(-1)
+        end = offset + target.size
+        assert 0 <= offset <= end <= tensor.descriptor.page_pool_bytes
+        if tensor.packed_pool is not None:
+            target[:] = tensor.packed_pool[offset:end]
+            return
+        page_bytes = tensor.descriptor.page_bytes
+        while offset < end:
+            assert page_bytes
+            page, skipped = divmod(offset, page_bytes)
+            whole = (end - offset) // page_bytes
+            if skipped or not whole:
+                size = min(page_bytes - skipped, end - offset)
+                self._fill_part(tensor_index, page, skipped, target[:size])
+            else:
+                size = whole * page_bytes
+                self.fill(tensor_index, page, whole, target[:size])
+            target = target[size:]
+            offset += size
+
+    def direct_run(self, tensor_index: int, first_page: int, page_count: int) -> memoryview | None:
+        """These compact pages where they lie, or None unless they are one adjacent run there without a dead slot.
+
+        A read-only view of the source's own host memory, page_count * page_bytes long. Nothing else is in it.
+        """
+        last = first_page + page_count - 1
+        assert 0 <= first_page <= last < self.num_pages
+        pool = self._pool(tensor_index)
+        if (
+            self._gaps[last] != self._gaps[first_page]
+            or self._partial[last + 1] != self._partial[first_page]
+            or not isinstance(pool, np.ndarray)
+            or pool.ndim != 2
+            or not pool.flags.c_contiguous
+        ):
+            return None
+        start = int(self.compaction.pages[first_page])
+        run = pool[start : start + page_count]
+        check_pool(self.tensors[tensor_index].descriptor, run, self.compaction.live, first_page)
+        return memoryview(run.reshape(-1)).toreadonly()  # type: ignore[arg-type]
+
+    def _pool(self, tensor_index: int) -> Any:
+        return self.snapshot.tensors[tensor_index].page_pool
+
+    def _finish(self, descriptor: Descriptor, rows: Any, first_page: int) -> None:
+        if not self._all_live:
+            clear_dead(descriptor, rows, self.compaction.live, first_page)
+        check_pool(descriptor, rows, self.compaction.live, first_page)
+
+    def _fill_part(self, tensor_index: int, page: int, skipped: int, target: Bytes) -> None:
+        """Bytes of one page from `skipped` on, without gathering all of it where it is one piece."""
+        descriptor = self.tensors[tensor_index].descriptor
+        pool = self._pool(tensor_index)
+        if descriptor.element_type.tag == E8M0_TAG or pool.ndim != 2 or not isinstance(pool, np.ndarray):
+            whole = np.empty((1, descriptor.page_bytes or 0), dtype=np.uint8)
+            self.fill(tensor_index, page, 1, whole)
+            target[:] = whole[0, skipped : skipped + target.size]
+            return
+        source = pool[int(self.compaction.pages[page])]
+        target[:] = source[skipped : skipped + target.size]
+        slot_bits = descriptor.num_heads * descriptor.head_dim * descriptor.element_type.bits
+        dead_from = int(self.compaction.live[page]) * slot_bits - 8 * skipped
+        clear_bits(target, max(dead_from, 0), 8 * target.size)
+
+
+def prepare(snapshot: KVSnapshot, *, device_tag: int = DEVICE_CPU, memory_class: int = 0) -> PreparedSnapshot:
+    """Compact and neutralise a snapshot and validate what will be sent.
+
+    Parameters (and pools whose pages are no whole bytes) are copied now, pages when `fill` asks for them.
+    `device_tag` and `memory_class` are declared for the buffers that will be sent.
+
+    Raises InvalidContents (V11, V12) naming the entry.
+    """
+    compaction = compact(snapshot.structure)
+    tensors = []
+    for tensor in snapshot.tensors:
+        descriptor = compact_descriptor(tensor.descriptor, compaction, device_tag=device_tag, memory_class=memory_class)
+        parameters = compact_parameters(tensor.descriptor, tensor.buffers, compaction)
+        buffers = (None, None, None, *parameters)
+        scrub_parameters(descriptor, buffers, compaction.live)
+        check_parameters(descriptor, buffers, compaction.live)
+        tensors.append(PreparedTensor(descriptor, tuple(parameters), _packed_pool(tensor, descriptor, compaction)))
+    return PreparedSnapshot(snapshot, compaction, tensors)
+
+
+def _packed_pool(tensor: KVTensor, descriptor: Descriptor, compaction: Compaction) -> Bytes | None:
+    if descriptor.page_bytes is not None:
+        return None
+    packed = repack(tensor.descriptor, to_host(tensor.page_pool), compaction.pages)
+    clear_dead(descriptor, packed, compaction.live)
+    check_pool(descriptor, packed, compaction.live)
+    return packed
+
+
+def _aligned(array: npt.NDArray[Any]) -> Bytes:
+    copy = aligned_empty(array.nbytes)
+    copy[:] = array.view(np.uint8)
+    return copy
+
+
+def _prefix_sums(flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint32]:
+    sums = np.zeros(flags.size + 1, dtype=np.uint32)
+    np.cumsum(flags, out=sums[1:])
+    return sums
