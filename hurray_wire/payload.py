@@ -19,7 +19,7 @@ from hurray_wire.destination import Destination
 from hurray_wire.image import INDEX, Chunk, ImagePlan, Segment
 from hurray_wire.limits import PAGE_BYTES
 from hurray_wire.memory import DEVICE_CPU
-from hurray_wire.pages import live_slots, scrub, scrub_parameters
+from hurray_wire.pages import check_compact, live_slots, scrub, scrub_parameters
 from hurray_wire.policy import STRICT, Policy
 from hurray_wire.prepare import PreparedSnapshot
 from hurray_wire.validate import BlockStructure, Counts, check_parameters, check_pool, read_structure
@@ -70,7 +70,7 @@ class TargetPayload(Protocol):
         """A chunk is in its memory; its checksum has been computed, not yet compared."""
 
     def check_index(self) -> None:
-        """Validate block_table and seq_ptr. Raises InvalidContents (V1-V9)."""
+        """Validate block_table and seq_ptr, and that no page is sent for nothing. Raises InvalidContents (V1-V9)."""
 
     def check_contents(self) -> None:
         """Validate parameters and pools, clear what is left to clear. Raises InvalidContents (V11-V14)."""
@@ -224,6 +224,7 @@ class ImageTarget:
         self.structure = read_structure(
             self.plan.descriptors[0], self.buffer(0, 1), self.buffer(0, 2), self._token_counts, self._policy
         )
+        check_compact(self.structure)
         self._live = live_slots(self.structure)
 
     def check_contents(self) -> None:
@@ -337,6 +338,7 @@ class ScatterTarget:
         self.structure = read_structure(
             self.plan.descriptors[0], self._small[INDEX, 1], self._small[INDEX, 2], self._token_counts, self._policy
         )
+        check_compact(self.structure)
         self._live = live_slots(self.structure)
         self._destination.bind(self.structure)
 
@@ -359,6 +361,11 @@ class ScatterTarget:
 
     def settling(self) -> None:
         """Nothing to do: landing memory is freed with its last reference, and the pages are the caller's."""
+
+    @property
+    def touched_pages(self) -> npt.NDArray[np.unsignedinteger[Any]] | None:
+        """The caller's pages that a failure leaves cleared, whatever they held; None while none was written to."""
+        return self._destination.pages if self._touched else None
 
     def release(self, *, keep: bool) -> None:
         """Clear the named pages if the transfer failed after it had touched any."""

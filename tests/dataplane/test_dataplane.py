@@ -172,6 +172,17 @@ def test_an_invalid_index_is_refused_before_any_page(world: World) -> None:
     world.must_work()
 
 
+def test_pages_that_no_sequence_names_are_refused(world: World) -> None:
+    image = make_image()
+    image.place(0, 1).view(np.uint32)[39] = 38
+    transfer, _, memory = world.send(image)
+    source, end = transfer.result()
+    assert isinstance(end.error, InvalidContents)
+    assert "not compact" in end.error.message
+    assert memory.calls[-1] == "free"
+    world.must_work()
+
+
 def test_a_full_arena_refuses(world: World) -> None:
     transfer, _, memory = world.send(make_image(), Memory(ArenaFull("full", retry_after_s=1.0)))
     source, end = transfer.result()
