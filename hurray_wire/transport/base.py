@@ -62,7 +62,8 @@ class Endpoint(ABC):
 
     @abstractmethod
     def receive(self, tag: int, buffer: Buffer, done: Completion) -> None:
-        """Post the buffer for the message with this tag. A longer message is cut, and never overruns."""
+        """Post the buffer for the message with this tag. A longer message is cut, never overruns, and completes with
+        ProtocolViolation."""
 
     @abstractmethod
     def forget(self, tag: int) -> None:

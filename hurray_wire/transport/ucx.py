@@ -1,0 +1,583 @@
+"""The transport over UCX, through its Python binding ucxx: TAG messages between hosts and between GPUs.
+
+All of a UcxTransport lives in one thread, destructors included: ucxx cancels a request when its last reference goes,
+and UCX's callbacks run inside `progress`. Nothing of ours runs inside such a callback; it only leaves a mark.
+
+Four facts about UCX shape this module:
+
+- A request holds no reference to its memory. (request, array, buffer) stay together until `completed`.
+- There is no cancel that tells whether it worked. `forget` therefore completes a receive instead of cancelling it, with
+  one byte that the worker sends to itself: if a message had been matched meanwhile, the receive is still pending and
+  its buffer still taken, as it must be.
+- With error handling on, closing is abrupt: pending requests are cancelled, matched ones run to their end. Only
+  `completed` tells when memory is free.
+- What arrives unexpected is kept without bound, and destroying a worker reads it with lengths that the peer chose.
+  `drain_unknown` and `close` take it with receives of 64 bytes that cut whatever is longer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import re
+import select
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from hurray_wire.errors import Cancelled, DataPlaneUnavailable, HurrayError, Misuse, PeerUnavailable, ProtocolViolation
+from hurray_wire.transport import _sockets
+from hurray_wire.transport.base import Buffer, Completion, Endpoint, Transport, TransportParameters
+from hurray_wire.transport.settings import check_settings
+
+_SCRATCH_BYTES = 64
+"""Size of a receive that takes a message only to drop it."""
+
+_MAX_ADDRESS_BYTES = 4096
+_MAX_PORTS = 16
+
+_CLOSE_DEADLINE_S = 5.0
+"""How long `close` waits for requests that UCX does not end, before it gives the worker up."""
+
+_TAG_BITS = 64
+
+_MAX_PROBES = 1 << 14
+"""Bounds one call of `drain_unknown`; it goes through 64 probes for each known message that waits."""
+
+_OK, _TRUNCATED = 0, -9
+"""ucs_status_t (ucs/type/status.h)."""
+
+_ENVIRONMENT_AT_LOAD = {
+    "UCX_DEBUG_SIGNO": "0",  # else UCX takes SIGHUP
+    "UCX_HANDLE_ERRORS": "none",  # else it may take SIGSEGV and the like, which are faulthandler's
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+    "UCX_LOG_LEVEL": "error",
+    "UCX_MEMTYPE_CACHE": "n",  # a GPU buffer that is freed and allocated anew would be taken for host memory
+}
+"""Read by UCX once, while it is loaded; everything else is given to the context as a mapping."""
+
+_DEVICE_NAME = re.compile(r"[A-Za-z0-9_.\-]+(:[0-9]+)?")
+_TLS_NAME = re.compile(r"[a-z0-9_]+")
+
+
+@dataclass(frozen=True, slots=True)
+class UcxConfig:
+    """How UCX runs on this node. Raises Misuse, naming the field, for a value that cannot work.
+
+    UCX itself only logs a bad value of a TCP setting and goes on, so every value is checked here.
+    """
+
+    net_devices: tuple[str, ...] = ("lo",)
+    """Devices that carry data, as UCX names them (`eth0`, `mlx5_0:1`). UCX trusts whoever reaches them."""
+
+    tls: tuple[str, ...] = ("tcp",)
+    """UCX transports to use where present, for example ("tcp", "rc", "cuda")."""
+
+    first_port: int = 7420
+    last_port: int = 7439
+    """Range of TCP ports to listen at, both ends included; each worker takes one."""
+
+    tcp_tx_seg_size_bytes: int = 512 << 10
+    tcp_rx_seg_size_bytes: int = 1 << 20
+    """Equal on all nodes: a longer segment than the receiver's overflows it. The receiver's is never the shorter."""
+
+    rndv_thresh_bytes: int = 8192
+    """A message of this length or more waits at the sender for its receive."""
+
+    keepalive_interval_s: float = 1.0
+    user_timeout_s: float = 5.0
+    """How long sent data may stay unacknowledged on a TCP connection before it counts as lost."""
+
+    def __post_init__(self) -> None:
+        for name, pattern in (("net_devices", _DEVICE_NAME), ("tls", _TLS_NAME)):
+            values = getattr(self, name)
+            _require(bool(values), name, values, "at least one")
+            for value in values:
+                _require(bool(pattern.fullmatch(value)), name, value, f"names that match {pattern.pattern}")
+        _require(1024 <= self.first_port <= 65535, "first_port", self.first_port, "1024 to 65535")
+        _require(self.first_port <= self.last_port <= 65535, "last_port", self.last_port, "first_port to 65535")
+        for name, least, most in (
+            ("tcp_tx_seg_size_bytes", 4 << 10, 64 << 20),
+            ("tcp_rx_seg_size_bytes", self.tcp_tx_seg_size_bytes, 64 << 20),
+            ("rndv_thresh_bytes", 1, 1 << 30),
+            ("keepalive_interval_s", 0.1, 3600),
+            ("user_timeout_s", 0.1, 3600),
+        ):
+            value = getattr(self, name)
+            _require(least <= value <= most, name, value, f"{least} to {most}")
+
+
+def _require(holds: bool, name: str, offered: object, required: str) -> None:
+    if not holds:
+        raise Misuse(
+            f"ucx {name} is {offered!r}; it must be {required}",
+            field=f"ucx.{name}",
+            offered=offered,
+            required=required,
+        )
+
+
+def loaded_ucx() -> dict[str, str]:
+    """Which UCX this process really runs: `version`, `path` of the library, `transports` that it can use here.
+
+    Raises DataPlaneUnavailable where ucxx or UCX cannot be loaded. Opens and closes every device once.
+    """
+    ucxx = _load_ucxx()
+    context = ucxx.lib.UCXContext({"TLS": "all"}, (ucxx.lib.Feature.TAG, ucxx.lib.Feature.WAKEUP))
+    resources = re.findall(r"resource \d+ .*-- (\S+)", context.info)
+    return {
+        "version": ucxx.version,
+        "path": ucxx.path,
+        "transports": ",".join(sorted({resource.partition("/")[0] for resource in resources})),
+    }
+
+
+@contextmanager
+def _process_state_kept() -> Iterator[None]:
+    """Undo what importing ucxx does to the environment and to the logger `ucx`."""
+    logger = logging.getLogger("ucx")
+    handlers, filters = [*logger.handlers], [*logger.filters]
+    level, propagate = logger.level, logger.propagate
+    environment = dict(os.environ)
+    os.environ.update(_ENVIRONMENT_AT_LOAD)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        logger.handlers[:], logger.filters[:] = handlers, filters
+        logger.setLevel(level)
+        logger.propagate = propagate
+
+
+@functools.cache
+def _load_ucxx() -> SimpleNamespace:
+    try:
+        with _process_state_kept():
+            from ucxx._lib import libucxx
+            from ucxx._lib.arr import Array
+    except (ImportError, OSError) as error:
+        raise DataPlaneUnavailable(f"UCX cannot be loaded: {error}", stage="start") from error
+    return SimpleNamespace(
+        lib=libucxx,
+        array=Array,
+        tag=libucxx.UCXXTag,
+        mask=libucxx.UCXXTagMask,
+        error=libucxx.UCXError,
+        version=".".join(map(str, libucxx.get_ucx_version())),
+        path=_mapped_library("libucp."),
+        unlink_cancelled=_find_unlink_cancelled(),
+    )
+
+
+def _mapped_library(name: str) -> str:
+    """Path of the library of this name that is loaded in this process."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if path.rpartition("/")[2].startswith(name):
+            return path
+    raise DataPlaneUnavailable(f"{name}so is not loaded", stage="start")
+
+
+def _find_unlink_cancelled() -> Callable[[int], object]:
+    """A function of the address of a ucxx Endpoint that lets go of its requests which completed after a close.
+
+    ucxx 0.52 keeps a send that was pending at `close_blocking` in a list of the endpoint, and with it, through a cycle
+    of references, the endpoint and the worker with its sockets and its port. Its only way out is this C++ method.
+    """
+    try:
+        unlink = ctypes.CDLL(_mapped_library("libucxx.so"))["_ZNK4ucxx8Endpoint16getCancelingSizeEv"]
+    except AttributeError:
+        return lambda _address: None
+    unlink.argtypes, unlink.restype = [ctypes.c_void_p], ctypes.c_size_t
+    return unlink
+
+
+def _context_config(config: UcxConfig) -> dict[str, str]:
+    for device in config.net_devices:
+        name = device.partition(":")[0]
+        present = any(Path("/sys/class", kind, name).exists() for kind in ("net", "infiniband"))
+        _require(present, "net_devices", device, "a network device of this host")
+    options = {
+        "TLS": ",".join(config.tls),
+        "NET_DEVICES": ",".join(config.net_devices),
+        "TCP_TX_SEG_SIZE": str(config.tcp_tx_seg_size_bytes),
+        "TCP_RX_SEG_SIZE": str(config.tcp_rx_seg_size_bytes),
+        "TCP_PORT_RANGE": f"{config.first_port}-{config.last_port}",
+        "TCP_CONN_NB": "y",  # else a connect may block the thread for 70 s
+        "TCP_SYN_CNT": "2",
+        "RNDV_THRESH": str(config.rndv_thresh_bytes),
+        "KEEPALIVE_INTERVAL": f"{config.keepalive_interval_s}s",
+        "MAX_RNDV_RAILS": "1",
+    }
+    if any(Path("/sys/class/net", device, "bridge").exists() for device in config.net_devices):
+        options["TCP_BRIDGE_ENABLE"] = "y"
+    if any(name.startswith("cuda") for name in config.tls):
+        options["RNDV_FRAG_MEM_TYPES"] = "cuda"
+    return options
+
+
+@dataclass(eq=False, slots=True)
+class _Operation:
+    """A request with all it needs to stay alive: UCX refers to the memory, and nothing else does."""
+
+    request: Any
+    array: Any
+    buffer: Buffer
+    tag: int
+    endpoint: UcxEndpoint | None
+    done: Completion | None
+    receives: bool = False
+    forgotten: bool = False
+    may_be_cut: bool = False
+
+    def outcome(self) -> HurrayError | None:
+        """What the completion is called with, once the request has completed."""
+        status = self.request.status
+        assert self.endpoint is not None
+        if self.forgotten:
+            return Cancelled("the receive was withdrawn")
+        if status == _OK or (status == _TRUNCATED and self.may_be_cut):
+            return None
+        if status == _TRUNCATED:
+            return ProtocolViolation("a message was longer than agreed", tag=f"{self.tag:#x}")
+        return self.endpoint._ended_by or self.endpoint._gone(f"UCX ended the operation with status {status}")
+
+
+class UcxEndpoint(Endpoint):
+    """A connection of a UcxTransport. Made by `UcxTransport.connect`."""
+
+    def __init__(self, transport: UcxTransport, peer: int, handle: Any, on_lost: Callable[[HurrayError], None]) -> None:
+        self.peer = peer
+        self._transport = transport
+        self._handle = handle
+        self._on_lost = on_lost
+        self._ended_by: HurrayError | None = None
+        self._operation_count = 0
+        if handle is not None:
+            handle.set_close_callback(self._mark_lost)
+        else:
+            self._mark_lost()
+
+    @property
+    def alive(self) -> bool:
+        return self._ended_by is None
+
+    def send(self, tag: int, buffer: Buffer, done: Completion) -> None:
+        self._post(tag, buffer, done, receives=False)
+
+    def receive(self, tag: int, buffer: Buffer, done: Completion) -> None:
+        self._post(tag, buffer, done, receives=True)
+
+    def forget(self, tag: int) -> None:
+        self._transport._complete_with_own_byte(tag)
+
+    def discard(self, tag: int, done: Completion) -> None:
+        self._post(tag, np.empty(_SCRATCH_BYTES, np.uint8), done, receives=True, may_be_cut=True)
+
+    def close(self) -> None:
+        self._end(Cancelled("the connection was closed here"))
+
+    def abort(self) -> None:
+        self._end(self._gone("the connection was aborted here"))
+
+    def __repr__(self) -> str:
+        return f"<UcxEndpoint peer={self.peer:#x} {'open' if self.alive else 'closed'}>"
+
+    def _post(self, tag: int, buffer: Buffer, done: Completion, *, receives: bool, may_be_cut: bool = False) -> None:
+        assert buffer.nbytes > 0
+        transport = self._transport
+        if not self.alive:
+            transport._fail(done, self._gone("the connection is closed"))
+            return
+        ucxx = transport._ucxx
+        array = ucxx.array(buffer)
+        try:
+            post = self._handle.tag_recv if receives else self._handle.tag_send
+            request = post(array, ucxx.tag(tag))
+        except (ucxx.error, ValueError) as error:  # ValueError: GPU memory where UCX has no transport for it
+            transport._fail(done, self._gone(f"UCX refused the operation: {error}"))
+            return
+        transport._track(_Operation(request, array, buffer, tag, self, done, receives=receives, may_be_cut=may_be_cut))
+
+    def _gone(self, why: str) -> PeerUnavailable:
+        return PeerUnavailable(why, stage="data_plane", peer=f"{self.peer:#x}")
+
+    def _mark_lost(self) -> None:
+        """UCX calls this from inside progress, also for a close of our own."""
+        if self._ended_by is None:
+            self._ended_by = self._gone("the connection was lost")
+            self._transport._lost.append(self)
+
+    def _end(self, error: HurrayError) -> None:
+        if self._ended_by is None:
+            self._ended_by = error
+            self._release()
+
+    def _release(self) -> None:
+        """Close UCX's endpoint: cancels what can be cancelled; the rest completes in later calls of progress."""
+        del self._transport._endpoints[self]
+        if self._handle is not None:
+            self._handle.close_blocking()
+            self._transport._closing.append(self)
+
+
+class UcxTransport(Transport):
+    """UCX's context, worker and endpoints, for one thread."""
+
+    kind: ClassVar[str] = "ucx"
+
+    def __init__(self, config: UcxConfig) -> None:
+        self._config = config
+        self._ucxx = _load_ucxx()
+        self._closed = False
+        self._endpoints: dict[UcxEndpoint, None] = {}
+        self._operations: list[_Operation] = []
+        self._receives: dict[int, _Operation] = {}
+        self._due: deque[Callable[[], None]] = deque()
+        self._lost: deque[UcxEndpoint] = deque()
+        self._closing: list[UcxEndpoint] = []
+        self._loopback: Any = None
+        self._stirred = False
+        opened_before = _sockets.open_descriptors()
+        options = _context_config(config)
+        try:
+            lib = self._ucxx.lib
+            self._context = lib.UCXContext(options, (lib.Feature.TAG, lib.Feature.WAKEUP))
+            self._worker = lib.UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
+            self._worker.init_blocking_progress_mode()
+        except self._ucxx.error as error:
+            raise DataPlaneUnavailable(
+                f"UCX does not start on {options['NET_DEVICES']}, ports {options['TCP_PORT_RANGE']}: {error}",
+                stage="start",
+            ) from error
+        self._ports = _sockets.listening_ports(config.first_port, config.last_port, opened_before=opened_before)
+        self._guard_sockets((), opened_before)
+        self._wake_lock = threading.Lock()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll = select.epoll()
+        self._poll.register(self._wake_fd, select.EPOLLIN)
+        self._poll.register(self._worker.epoll_file_descriptor, select.EPOLLIN)
+
+    def parameters(self) -> TransportParameters:
+        config = self._config
+        return TransportParameters(
+            self.kind,
+            _pack_address(self._ports, bytes(self._worker.address)),
+            {
+                "ucx_version": self._ucxx.version,
+                "tcp_tx_seg_size": str(config.tcp_tx_seg_size_bytes),
+                "tcp_rx_seg_size": str(config.tcp_rx_seg_size_bytes),
+                "rndv_thresh": str(config.rndv_thresh_bytes),
+            },
+        )
+
+    def check_peer(self, parameters: TransportParameters) -> None:
+        check_settings(self.parameters(), parameters)
+        _unpack_address(parameters.address)
+
+    def connect(
+        self, peer: int, parameters: TransportParameters, on_lost: Callable[[HurrayError], None]
+    ) -> UcxEndpoint:
+        assert not self._closed
+        ports, worker_address = _unpack_address(parameters.address)
+        opened_before = _sockets.open_descriptors()
+        try:
+            address = self._ucxx.lib.UCXAddress.create_from_buffer(worker_address)
+            handle = self._worker.create_endpoint_from_worker_address(address, True)
+        except self._ucxx.error:
+            handle = None
+        endpoint = UcxEndpoint(self, peer, handle, on_lost)
+        self._endpoints[endpoint] = None
+        self._guard_sockets(ports, opened_before)
+        return endpoint
+
+    def progress(self) -> bool:
+        assert not self._closed
+        moved: bool = self._worker.progress_once()
+        if moved:
+            self._worker.progress()  # all there is, and the cancelling that a lost endpoint left to do
+        self._collect()
+        return self._fire() or moved
+
+    def park(self, timeout_s: float | None) -> None:
+        if self._stirred or self._due or self._lost:
+            return
+        if self._worker.progress_once() or not self._worker.arm():
+            return
+        self._poll.poll(timeout_s)
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+
+    def wake(self) -> None:
+        with self._wake_lock:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def drain_unknown(self, is_known: Callable[[int], bool]) -> int:
+        """A probe shows one message out of all whose tags agree in the bits of a mask. Where that one is known, every
+        other tag differs from it in some first bit: one smaller space to probe for each bit, and so on."""
+        ucxx, count = self._ucxx, 0
+        spaces = [(0, _TAG_BITS)]
+        for _ in range(_MAX_PROBES):
+            if not spaces:
+                break
+            bits, free_bits = spaces.pop()
+            found = self._worker.tag_probe(ucxx.tag(bits), ucxx.mask(_high_bits(free_bits)))
+            if not found.matched:
+                continue
+            tag = found.sender_tag.value
+            if is_known(tag):
+                spaces += [((tag ^ 1 << bit) & _high_bits(bit), bit) for bit in range(free_bits)]
+            else:
+                self._drop(tag)
+                count += 1
+                spaces.append((bits, free_bits))
+        return count
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        for endpoint in [*self._endpoints]:
+            endpoint._end(endpoint._gone("the transport was closed"))
+        if self._loopback is not None:
+            self._loopback.close_blocking()
+            self._loopback = None
+        deadline = time.monotonic() + _CLOSE_DEADLINE_S
+        while time.monotonic() < deadline:
+            dropped = self.drain_unknown(lambda _: False)
+            moved = self.progress()
+            if not (self._operations or self._due or self._lost or dropped or moved):
+                break
+        self._give_up()
+        self._closed = True
+        self._poll.close()
+        with self._wake_lock:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+        self._worker = self._context = None
+
+    def _give_up(self) -> None:
+        """End what UCX did not end. Nothing calls UCX's progress from here on, so nothing lands any more."""
+        abandoned, self._operations = self._operations, []
+        self._receives.clear()
+        for operation in abandoned:
+            if operation.done is not None:
+                operation.done(PeerUnavailable("the transport was closed", stage="data_plane"))
+
+    def _track(self, operation: _Operation) -> None:
+        if operation.receives:
+            assert operation.tag not in self._receives, f"tag {operation.tag:#x} has a receive already"
+            self._receives[operation.tag] = operation
+        if operation.endpoint is not None:
+            operation.endpoint._operation_count += 1
+        self._operations.append(operation)
+        self._stirred = True
+
+    def _fail(self, done: Completion, error: HurrayError) -> None:
+        self._due.append(partial(done, error))
+
+    def _collect(self) -> None:
+        """Move what has completed from the operations to the completions due."""
+        self._stirred = False
+        pending: list[_Operation] = []
+        for operation in self._operations:
+            if not operation.request.completed:
+                pending.append(operation)
+                continue
+            if operation.receives:
+                del self._receives[operation.tag]
+            if operation.endpoint is not None and operation.done is not None:
+                operation.endpoint._operation_count -= 1
+                self._due.append(partial(operation.done, operation.outcome()))
+        self._operations = pending
+        while self._lost:
+            endpoint = self._lost.popleft()
+            assert endpoint._ended_by is not None
+            endpoint._release()
+            self._due.append(partial(endpoint._on_lost, endpoint._ended_by))
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Drop UCX's endpoints that are closed and whose last operation has completed."""
+        closing: list[UcxEndpoint] = []
+        for endpoint in self._closing:
+            if endpoint._operation_count:
+                closing.append(endpoint)
+            else:
+                self._ucxx.unlink_cancelled(endpoint._handle.ucxx_ptr)
+                endpoint._handle = None
+        self._closing = closing
+
+    def _fire(self) -> bool:
+        count = len(self._due)
+        for _ in range(count):
+            self._due.popleft()()
+        return count > 0
+
+    def _drop(self, tag: int) -> None:
+        scratch = np.empty(_SCRATCH_BYTES, np.uint8)
+        array = self._ucxx.array(scratch)
+        request = self._worker.tag_recv(array, self._ucxx.tag(tag))
+        self._track(_Operation(request, array, scratch, tag, None, None))
+
+    def _complete_with_own_byte(self, tag: int) -> None:
+        receive = self._receives.get(tag)
+        if receive is None or receive.forgotten:
+            return
+        receive.forgotten = True
+        if receive.request.completed:
+            return
+        byte = np.zeros(1, np.uint8)
+        array = self._ucxx.array(byte)
+        try:
+            if self._loopback is None or not self._loopback.alive:
+                self._loopback = self._worker.create_endpoint_from_worker_address(self._worker.address, True)
+            request = self._loopback.tag_send(array, self._ucxx.tag(tag))
+        except self._ucxx.error:
+            return  # the receive stays pending, and its buffer taken, until its connection is closed
+        self._track(_Operation(request, array, byte, tag, None, None))
+
+    def _guard_sockets(self, peer_ports: Collection[int], opened_before: frozenset[int]) -> None:
+        _sockets.set_user_timeout(
+            self._config.user_timeout_s,
+            local_ports=self._ports,
+            remote_ports=peer_ports,
+            opened_before=opened_before,
+        )
+
+
+def _high_bits(free_bits: int) -> int:
+    """A mask of all bits of a tag but the lowest `free_bits`."""
+    return (1 << _TAG_BITS) - (1 << free_bits)
+
+
+def _pack_address(ports: Collection[int], worker_address: bytes) -> bytes:
+    """Count of TCP ports (u8), the ports (u16 each), UCX's worker address to the end. Little-endian."""
+    return struct.pack(f"<B{len(ports)}H", len(ports), *sorted(ports)) + worker_address
+
+
+def _unpack_address(address: bytes) -> tuple[frozenset[int], bytes]:
+    port_count = address[0] if address else 0
+    start = 1 + 2 * port_count
+    if port_count > _MAX_PORTS or not start < len(address) <= _MAX_ADDRESS_BYTES:
+        raise ProtocolViolation(
+            "the peer's ucx address is malformed",
+            field="ucx.address",
+            offered=f"{len(address)} bytes",
+            required=f"up to {_MAX_PORTS} ports and a worker address, at most {_MAX_ADDRESS_BYTES} bytes",
+        )
+    return frozenset(struct.unpack_from(f"<{port_count}H", address, 1)), address[start:]
