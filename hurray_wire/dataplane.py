@@ -12,12 +12,15 @@ send may go without progress, and the time an orderly end may take.
 from __future__ import annotations
 
 import itertools
+import os
+import select
 import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -177,6 +180,8 @@ class DataPlane:
         self._transport: Transport | None = None
         self._parameters: TransportParameters | None = None
         self._next_unknown_tags = 0.0
+        self._wake_lock = threading.Lock()
+        self._wake_fd = -1
         self._thread = threading.Thread(target=self._run, name="hurray-dataplane", daemon=True)
 
     # --- from any thread ----------------------------------------------------------------------------------------
@@ -256,9 +261,9 @@ class DataPlane:
 
     def _submit(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
-        transport = self._transport
-        if transport is not None:
-            transport.wake()
+        with self._wake_lock:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
 
     def _call(self, work: Callable[[], None]) -> Future[None]:
         future: Future[None] = Future()
@@ -291,13 +296,20 @@ class DataPlane:
                 else DataPlaneUnavailable(f"the transport did not start: {error}", stage="start")
             )
             return
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
-            self._loop(self._transport)
+            with select.epoll() as poll:
+                poll.register(self._wake_fd, select.EPOLLIN)
+                poll.register(self._transport.fileno(), select.EPOLLIN)
+                self._loop(self._transport, poll)
         finally:
             self._transport.close()
+            with self._wake_lock:
+                os.close(self._wake_fd)
+                self._wake_fd = -1
             self._run_commands()  # late callers get an answer
 
-    def _loop(self, transport: Transport) -> None:
+    def _loop(self, transport: Transport, poll: select.epoll) -> None:
         active_until = 0.0
         while True:
             worked = self._run_commands()
@@ -308,10 +320,11 @@ class DataPlane:
                 return
             if worked:
                 active_until = now + SPIN_S
-            elif not self._transfers or now >= active_until:
-                if self._commands:
-                    continue
-                transport.park(None if wake_at is None else max(0.0, wake_at - time.monotonic()))
+            elif (not self._transfers or now >= active_until) and transport.arm():
+                # A command that came in since it was looked for has made the eventfd readable.
+                poll.poll(None if wake_at is None else max(0.0, wake_at - time.monotonic()))
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._wake_fd)
 
     def _run_commands(self) -> bool:
         ran = False

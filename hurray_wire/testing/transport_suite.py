@@ -499,28 +499,9 @@ class TransportSuite:
         assert all(isinstance(o.error, PeerUnavailable) for o in pending)
         assert not pair.lost_a.errors
         pair.a.close()
-        pair.a.wake()
         drive([pair.b], lambda: bool(pair.lost_b.errors))
 
     # --- waiting -------------------------------------------------------------------------------------------------
-
-    def test_wake_ends_a_park_from_another_thread(self, pair: Pair) -> None:
-        self.exchange(pair)
-        for _ in range(20):
-            settle(pair.a, pair.b, quiet_rounds=2)
-            waker = threading.Thread(target=pair.a.wake)
-            started = time.monotonic()
-            waker.start()
-            pair.a.park(DEADLINE_S)
-            assert time.monotonic() - started < DEADLINE_S / 2
-            waker.join()
-
-    def test_wake_before_park_is_not_lost(self, pair: Pair) -> None:
-        settle(pair.a, pair.b)
-        started = time.monotonic()
-        pair.a.wake()
-        pair.a.park(DEADLINE_S)
-        assert time.monotonic() - started < DEADLINE_S / 2
 
     def test_an_idle_park_lasts_as_long_as_asked(self, pair: Pair) -> None:
         self.exchange(pair)

@@ -1,6 +1,6 @@
 """The seam between a transfer and what moves its bytes.
 
-A transport is owned by one thread, the data-plane thread: every method is called there, except `wake`. Messages are
+A transport is owned by one thread, the data-plane thread, where every method is called. Messages are
 tagged, and a message lands in the one receive that was posted with exactly its tag, whatever the order of the two.
 
 The contract that everything above rests on: **a completion fires exactly once, in the owning thread, and from then on
@@ -12,6 +12,7 @@ A completed send says nothing about delivery. A receive does not report a length
 
 from __future__ import annotations
 
+import select
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ class Endpoint(ABC):
 
 
 class Transport(ABC):
-    """One way to move bytes, with its progress engine. Not thread-safe, except for `wake`."""
+    """One way to move bytes, with its progress engine. Not thread-safe."""
 
     kind: ClassVar[str]
     """Name in configuration, offers, receipts and metrics."""
@@ -109,12 +110,19 @@ class Transport(ABC):
         """Move what can move and fire completions. True if anything happened."""
 
     @abstractmethod
-    def park(self, timeout_s: float | None) -> None:
-        """Sleep until there may be something to progress, until `wake`, or for `timeout_s` seconds (None: no limit)."""
+    def fileno(self) -> int:
+        """A descriptor to poll for reading: it becomes readable when there is something to progress after `arm`."""
 
     @abstractmethod
-    def wake(self) -> None:
-        """End a `park`, now or the next one. Any thread may call this."""
+    def arm(self) -> bool:
+        """Get ready to sleep on `fileno`. False: something is there already, call `progress` instead."""
+
+    def park(self, timeout_s: float | None) -> None:
+        """Sleep until there may be something to progress, or for `timeout_s` seconds (None: no limit)."""
+        if self.arm():
+            poll = select.poll()
+            poll.register(self.fileno(), select.POLLIN)
+            poll.poll(None if timeout_s is None else timeout_s * 1000)
 
     @abstractmethod
     def drain_unknown(self, is_known: Callable[[int], bool]) -> int:
@@ -125,4 +133,4 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Abort what is open, complete everything, free all. Afterwards only `wake` may be called, without effect."""
+        """Abort what is open, complete everything, free all. Afterwards nothing may be called."""

@@ -10,9 +10,11 @@ One lock per fabric guards all state of its transports; completions and `on_lost
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -196,7 +198,7 @@ class MemoryFabric:
     """The network between the transports of one process."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._transports: dict[bytes, MemoryTransport] = {}
         self._next_address = 0
 
@@ -359,7 +361,7 @@ class MemoryTransport(Transport):
         eager_max_bytes: int = DEFAULT_EAGER_MAX_BYTES,
     ) -> None:
         self.faults = faults or Faults()
-        self.faults._wake = self.wake
+        self.faults._wake = self._stir
         self._fabric = fabric
         self._lock = fabric._lock
         self._eager_max_bytes = eager_max_bytes
@@ -370,7 +372,7 @@ class MemoryTransport(Transport):
         self._unexpected: list[_Message] = []
         self._posted: dict[int, _Operation] = {}
         self._due: deque[_Due] = deque()
-        self._stirred = threading.Event()
+        self._stirred = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._address = fabric._join(self)
 
     def parameters(self) -> TransportParameters:
@@ -403,15 +405,14 @@ class MemoryTransport(Transport):
             due_count = len(self._due)
         return self._fire(due_count) or moved
 
-    def park(self, timeout_s: float | None) -> None:
-        with self._lock:
-            if self._inbox or self._due or self.faults._released:
-                return
-        self._stirred.wait(timeout_s)
-        self._stirred.clear()
+    def fileno(self) -> int:
+        return self._stirred
 
-    def wake(self) -> None:
-        self._stirred.set()
+    def arm(self) -> bool:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._stirred)
+        with self._lock:
+            return not (self._inbox or self._due or self.faults._released)
 
     def drain_unknown(self, is_known: Callable[[int], bool]) -> int:
         with self._lock:
@@ -435,6 +436,13 @@ class MemoryTransport(Transport):
         with self._lock:
             self._closed = True
             self._forget_everything()
+            os.close(self._stirred)
+
+    def _stir(self) -> None:
+        """Any thread: there is something to progress."""
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self._stirred, 1)
 
     def _take_arrivals(self) -> bool:
         released = self.faults._take_released()
@@ -504,7 +512,7 @@ class MemoryTransport(Transport):
         operation.over = True
         operation.endpoint._operations.pop(operation, None)
         self._due.append(_Due(partial(operation.done, error), self.faults._delay_steps))
-        self._stirred.set()
+        self._stir()
 
     def _fire(self, count: int) -> bool:
         fired = False
@@ -521,7 +529,7 @@ class MemoryTransport(Transport):
     def _deliver(self, arrival: _Message | _Loss) -> None:
         if not self._crashed and not self._closed:
             self._inbox.append(arrival)
-            self._stirred.set()
+            self._stir()
 
     def _forget_everything(self) -> None:
         self._endpoints.clear()

@@ -22,13 +22,11 @@ import functools
 import logging
 import os
 import re
-import select
 import struct
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -366,11 +364,6 @@ class UcxTransport(Transport):
             ) from error
         self._ports = _sockets.listening_ports(config.first_port, config.last_port, opened_before=opened_before)
         self._guard_sockets((), opened_before)
-        self._wake_lock = threading.Lock()
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._poll = select.epoll()
-        self._poll.register(self._wake_fd, select.EPOLLIN)
-        self._poll.register(self._worker.epoll_file_descriptor, select.EPOLLIN)
 
     def parameters(self) -> TransportParameters:
         config = self._config
@@ -413,19 +406,13 @@ class UcxTransport(Transport):
         self._collect()
         return self._fire() or moved
 
-    def park(self, timeout_s: float | None) -> None:
-        if self._stirred or self._due or self._lost:
-            return
-        if self._worker.progress_once() or not self._worker.arm():
-            return
-        self._poll.poll(timeout_s)
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
+    def fileno(self) -> int:
+        return int(self._worker.epoll_file_descriptor)
 
-    def wake(self) -> None:
-        with self._wake_lock:
-            if self._wake_fd >= 0:
-                os.eventfd_write(self._wake_fd, 1)
+    def arm(self) -> bool:
+        if self._stirred or self._due or self._lost:
+            return False
+        return not self._worker.progress_once() and bool(self._worker.arm())
 
     def drain_unknown(self, is_known: Callable[[int], bool]) -> int:
         """A probe shows one message out of all whose tags agree in the bits of a mask. Where that one is known, every
@@ -464,10 +451,6 @@ class UcxTransport(Transport):
                 break
         self._give_up()
         self._closed = True
-        self._poll.close()
-        with self._wake_lock:
-            os.close(self._wake_fd)
-            self._wake_fd = -1
         self._worker = self._context = None
 
     def _give_up(self) -> None:

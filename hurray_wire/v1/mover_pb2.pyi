@@ -131,14 +131,12 @@ class TransferOutput(_message.Message):
     def __init__(self, transfer: _Optional[int] = ..., source: _Optional[_Union[_transfer_pb2.SourceMessage, _Mapping]] = ..., target: _Optional[_Union[_transfer_pb2.TargetMessage, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., ended: _Optional[_Union[TransferEnded, _Mapping]] = ...) -> None: ...
 
 class Prepared(_message.Message):
-    __slots__ = ("receipt", "tensors", "held_bytes")
+    __slots__ = ("receipt", "tensors")
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
-    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
     receipt: _transfer_pb2.Receipt
     tensors: _containers.RepeatedCompositeFieldContainer[_transfer_pb2.TensorOffer]
-    held_bytes: int
-    def __init__(self, receipt: _Optional[_Union[_transfer_pb2.Receipt, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[_transfer_pb2.TensorOffer, _Mapping]]] = ..., held_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, receipt: _Optional[_Union[_transfer_pb2.Receipt, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[_transfer_pb2.TensorOffer, _Mapping]]] = ...) -> None: ...
 
 class TransferEnded(_message.Message):
     __slots__ = ("error",)
@@ -157,16 +155,18 @@ class ReportUsage(_message.Message):
     def __init__(self) -> None: ...
 
 class MoverStarted(_message.Message):
-    __slots__ = ("incarnation", "transports", "arena", "ucx")
+    __slots__ = ("incarnation", "transports", "arena", "ucx", "error")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     ARENA_FIELD_NUMBER: _ClassVar[int]
     UCX_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     transports: _containers.RepeatedCompositeFieldContainer[_transfer_pb2.Transport]
     arena: _transfer_pb2.ArenaUsage
     ucx: str
-    def __init__(self, incarnation: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[_transfer_pb2.Transport, _Mapping]]] = ..., arena: _Optional[_Union[_transfer_pb2.ArenaUsage, _Mapping]] = ..., ucx: _Optional[str] = ...) -> None: ...
+    error: _status_pb2.Status
+    def __init__(self, incarnation: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[_transfer_pb2.Transport, _Mapping]]] = ..., arena: _Optional[_Union[_transfer_pb2.ArenaUsage, _Mapping]] = ..., ucx: _Optional[str] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class PeerOpened(_message.Message):
     __slots__ = ("peer", "error")

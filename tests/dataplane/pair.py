@@ -48,6 +48,9 @@ class Pair:
         self.connect()
 
     def connect(self) -> None:
+        """Connect both, as a new Session does: after both sides have let go of what was before."""
+        self.source.close_peer(self.target.incarnation, abort=True).result(WAIT_S)
+        self.target.close_peer(self.source.incarnation, abort=True).result(WAIT_S)
         opened = [
             self.source.open_peer(self.target.incarnation, self.target.parameters),
             self.target.open_peer(self.source.incarnation, self.source.parameters),

@@ -205,9 +205,9 @@ def test_delayed_completions_come_after_so_many_steps(pair, faults):
     for _ in range(5):
         pair.b.progress()
         fired.append(received.fired)
-        pair.b.park(None)
         if received.fired:
             break
+        pair.b.park(None)
     assert fired == [False, False, False, True]
 
 
