@@ -119,6 +119,14 @@ class TargetOrder:
     listener: Listener
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Staging:
+    """Where a chunk is staged: memory of ours, or on loan from the connection it goes out by."""
+
+    buffer: Buffer
+    owner: Endpoint | None
+
+
 @dataclass(eq=False)
 class _Peer:
     endpoint: Endpoint
@@ -140,7 +148,7 @@ class _Transfer:
     stages: list[tuple[str, float]] = field(default_factory=list)
     stage_began: float = 0.0
     link: _Peer | None = None
-    staging: dict[int, Buffer] = field(default_factory=dict)
+    staging: dict[int, _Staging] = field(default_factory=dict)
     moved_at: float = 0.0
     drain_at: float | None = None
 
@@ -544,7 +552,6 @@ class DataPlane:
                 if transfer.endpoint is not None:
                     self._lose_peer(peer, PeerUnavailable("a failed transfer was not drained", peer=peer), notify=True)
             case s.Release(keep):
-                self._spare_staging(transfer)
                 transfer.order.payload.release(keep=keep)
             case s.End(error, receipt):
                 self._end(transfer, error, receipt)
@@ -590,29 +597,30 @@ class DataPlane:
             transfer.endpoint.discard(self._tag(transfer, chunk), done)
 
     def _send(self, transfer: _Transfer, chunk: Chunk) -> None:
-        order = transfer.order
+        order, endpoint = transfer.order, transfer.endpoint
         assert isinstance(order, SourceOrder)
+        if endpoint is None:
+            self._feed(transfer, s.SendDone(chunk.index, _gone(transfer)))
+            return
         checksum = 0
 
         def stage() -> Buffer:
-            buffer = order.payload.stage(chunk, lambda: self._take_staging(transfer, chunk.index))
+            buffer = order.payload.stage(chunk, lambda: self._take_staging(transfer, endpoint, chunk))
             nonlocal checksum
             checksum = order.hash(buffer)
             return buffer
 
         buffer, error = _outcome(stage, transfer.number)
-        endpoint = transfer.endpoint
-        if error is not None or endpoint is None:
-            self._feed(transfer, s.SendDone(chunk.index, error or _gone(transfer)))
+        if error is not None:
+            self._free_staging(transfer, chunk.index, sent=False)
+            self._feed(transfer, s.SendDone(chunk.index, error))
             return
         transfer.moved_at = time.monotonic()
         self._feed(transfer, s.ChunkPosted(chunk.index, checksum))
 
         def done(error: HurrayError | None) -> None:
             transfer.moved_at = time.monotonic()
-            staged = transfer.staging.pop(chunk.index, None)
-            if staged is not None:
-                self._spare.append(staged)
+            self._free_staging(transfer, chunk.index, sent=True)
             self._feed(transfer, s.SendDone(chunk.index, error))
 
         endpoint.send(self._tag(transfer, chunk.index), buffer, done)
@@ -642,7 +650,11 @@ class DataPlane:
 
         return done
 
-    def _take_staging(self, transfer: _Transfer, chunk: int) -> Buffer:
+    def _take_staging(self, transfer: _Transfer, endpoint: Endpoint, chunk: Chunk) -> Buffer:
+        own = endpoint.take_staging(chunk.nbytes)
+        if own is not None:
+            transfer.staging[chunk.index] = _Staging(own, endpoint)
+            return own
         size = transfer.plan.max_chunk_bytes
         for number, buffer in enumerate(self._spare):
             if buffer.nbytes >= size:
@@ -650,18 +662,19 @@ class DataPlane:
                 break
         else:
             buffer = aligned_empty(max(size, transfer.plan.chunk_bytes))
-        transfer.staging[chunk] = buffer
+        transfer.staging[chunk.index] = _Staging(buffer, None)
         return buffer
 
-    def _spare_staging(self, transfer: _Transfer) -> None:
-        self._spare.extend(transfer.staging.values())
-        transfer.staging.clear()
-        kept = 0
-        for number, buffer in enumerate(self._spare):
-            kept += buffer.nbytes
-            if kept > STAGING_KEEP_BYTES:
-                del self._spare[number:]
-                break
+    def _free_staging(self, transfer: _Transfer, chunk: int, *, sent: bool) -> None:
+        staging = transfer.staging.pop(chunk, None)
+        if staging is None:
+            return
+        if staging.owner is None:
+            kept = sum(buffer.nbytes for buffer in self._spare)
+            if kept + staging.buffer.nbytes <= STAGING_KEEP_BYTES:
+                self._spare.append(staging.buffer)
+        elif not sent:
+            staging.owner.return_staging(staging.buffer)
 
 
 def _gone(transfer: _Transfer) -> PeerUnavailable:

@@ -77,6 +77,16 @@ class Endpoint(ABC):
     def discard(self, tag: int, done: Completion) -> None:
         """Take a message that the peer did send and nobody posted a receive for, and drop it."""
 
+    def take_staging(self, nbytes: int) -> Buffer | None:  # noqa: ARG002 -- for transports that have memory of their own
+        """Memory of the transport's own, uint8 [nbytes], from which a send copies no more. None: there is none (now).
+
+        It is the caller's until it is given to `send`, whose completion ends the loan, or to `return_staging`.
+        """
+        return None
+
+    def return_staging(self, buffer: Buffer) -> None:  # noqa: B027 -- nothing to do without memory of one's own
+        """Give back staging memory that will not be sent."""
+
     @abstractmethod
     def close(self) -> None:
         """Close in an orderly way. Pending operations complete, with errors where they must; never blocks for long."""

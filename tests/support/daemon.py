@@ -179,3 +179,7 @@ def running_daemon(config: str = "", *, arena_bytes: int = 64 << 20, node: str =
                 process.wait(STOP_S)
                 for mover in movers:
                     eventually(lambda mover=mover: state(mover) in (None, "Z"), 5, "the mover outlives its daemon")
+            faults = [line for line in log_path.read_text().splitlines() if '"event": "internal error"' in line]
+            assert not faults, "\n".join(faults)
+            strange = [line for line in log_path.read_text().splitlines() if not line.startswith("{")]
+            assert not strange, "\n".join(strange)

@@ -1,4 +1,4 @@
-"""A peer of hurrayd below the SDK: a data plane and the bare stubs, so that a test can stop, cut or lie where it wants."""
+"""A peer of hurrayd below the SDK: a data plane and bare stubs, so that a test can stop, cut or lie where it wants."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hurray_wire.messages import (
 from hurray_wire.payload import SnapshotSource
 from hurray_wire.prepare import PreparedSnapshot, prepare
 from hurray_wire.snapshot import KVSnapshot
-from hurray_wire.status import from_trailers
+from hurray_wire.status import STATUS_TRAILER, from_trailers
 from hurray_wire.transport.ucx import UcxConfig, UcxTransport
 from hurray_wire.v1 import transfer_pb2 as pb
 from hurray_wire.v1.transfer_pb2_grpc import TransferServiceStub
@@ -83,6 +83,8 @@ class Stream:
     def __init__(self, method: Any, *, timeout_s: float = WAIT_S) -> None:
         self._out: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.error: HurrayError | None = None
+        self.answered = False
+        """Whether `error` is what the node said, not gRPC."""
         self.call = method(iter(self._out.get, None), timeout=timeout_s)
 
     def send(self, message: Any) -> None:
@@ -105,6 +107,7 @@ class Stream:
         except grpc.RpcError as error:
             call: Any = error
             self.error = from_trailers(call.code().name, call.details(), call.trailing_metadata())
+            self.answered = STATUS_TRAILER in dict(call.trailing_metadata() or ())
             return None
         finally:
             if not self.call.is_active():
@@ -202,8 +205,8 @@ class RawClient:
         order = SourceOrder(
             self.peer, SnapshotSource(prepared.prepared, prepared.plan), XXH3_64, budget_s, listen, ready_tensors
         )
-        self.plane.begin_source(put.number, order)
         stream.send(pb.PutRequest(source=pb.SourceMessage(offer=offer)))
+        self.plane.begin_source(put.number, order)
         threading.Thread(target=self._pump, args=(put,), daemon=True).start()
         return put
 
@@ -217,7 +220,8 @@ class RawClient:
             else:
                 self.plane.post(put.number, event)
         error = put.stream.error
-        self.plane.post(put.number, s.StreamLost() if error is None else s.PeerStopped(error))
+        told = error is not None and put.stream.answered
+        self.plane.post(put.number, s.PeerStopped(error) if told and error is not None else s.StreamLost())
         put.over.set_result(error)
 
     def transfer(self, key: str, value: KVSnapshot, **fields: Any) -> pb.Receipt:
