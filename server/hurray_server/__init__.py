@@ -1,0 +1,1 @@
+"""hurrayd: the daemon that receives, keeps and serves snapshots on a node."""

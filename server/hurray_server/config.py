@@ -1,0 +1,228 @@
+"""Configuration of hurrayd: a TOML file, below environment variables, below flags.
+
+Built once at start (`load_config`) and passed on; every value is checked there, and a key that nobody knows is refused.
+Environment variables are HURRAY_ and the key, with `__` between levels: HURRAY_ARENA__BYTES.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    TomlConfigSettingsSource,
+)
+
+from hurray_wire.errors import InvalidRequest, Misuse
+from hurray_wire.image import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, align
+from hurray_wire.limits import DEFAULT_CHUNK_BYTES, DEFAULT_WINDOW, MAX_WINDOW, PAGE_BYTES, Limits
+from hurray_wire.transport.ucx import UcxConfig
+
+DEFAULT_CONFIG_PATH = Path("/etc/hurray/hurrayd.toml")
+"""Read when it is there and no other file is named."""
+
+_LIMITS = Limits()
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ArenaConfig(_Section):
+    """Memory that snapshots are received and held in."""
+
+    bytes: ByteSize = Field(default=ByteSize(1 << 30), ge=1 << 20, le=1 << 46)
+    """Size, rounded up to a multiple of 4096. A number, or text such as "64GiB"."""
+    prefault: bool = True
+    """Touch all of it in the background after the start: the first touch is far slower than any copy later."""
+
+
+class LeaseConfig(_Section):
+    """How long snapshots are kept."""
+
+    default_s: float = Field(default=60.0, gt=0)
+    max_s: float = Field(default=3600.0, gt=0)
+    """A longer lease asked for is cut to this."""
+
+    @model_validator(mode="after")
+    def _check(self) -> LeaseConfig:
+        if self.default_s > self.max_s:
+            raise ValueError(f"leases.default_s is {self.default_s:g}, above leases.max_s, {self.max_s:g}")
+        return self
+
+
+class LimitsConfig(_Section):
+    """What peers may ask for."""
+
+    max_tensors: int = Field(default=_LIMITS.max_tensors, ge=1)
+    max_snapshot_bytes: ByteSize = Field(default=ByteSize(_LIMITS.max_snapshot_bytes), ge=PAGE_BYTES)
+    max_sequences: int = Field(default=_LIMITS.max_sequences, ge=1)
+    max_index_entries: int = Field(default=_LIMITS.max_index_entries, ge=1)
+    max_message_bytes: int = Field(default=_LIMITS.max_message_bytes, ge=1 << 16, le=1 << 30)
+    max_snapshots: int = Field(default=100_000, ge=1)
+    max_transfers: int = Field(default=256, ge=1)
+    max_sessions: int = Field(default=1024, ge=1)
+
+
+class TransferConfig(_Section):
+    """How transfers run."""
+
+    window: int = Field(default=DEFAULT_WINDOW, ge=1, le=MAX_WINDOW)
+    """Chunks in flight per transfer."""
+    chunk_bytes: int = Field(default=DEFAULT_CHUNK_BYTES, ge=CHUNK_BYTES_MIN, le=CHUNK_BYTES_MAX)
+    """Chunk size of snapshots that this node sends."""
+    max_budget_s: float = Field(default=600.0, gt=0)
+    """Longest time for one transfer, and for a wait for a key; a caller's own deadline may be shorter."""
+
+    @field_validator("chunk_bytes")
+    @classmethod
+    def _whole_pages(cls, value: int) -> int:
+        if value % PAGE_BYTES:
+            raise ValueError(f"must be a multiple of {PAGE_BYTES}")
+        return value
+
+
+class LogConfig(_Section):
+    """The log, on standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["json", "text"] = "json"
+
+
+class Config(BaseSettings):
+    """Everything that hurrayd can be told."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="HURRAY_",
+        env_nested_delimiter="__",
+        frozen=True,
+        extra="forbid",
+        nested_model_default_partial_update=True,
+    )
+
+    listen: str = "127.0.0.1:7411"
+    """Host and port of the control plane; port 0 takes a free one."""
+    advertise: str | None = None
+    """Host and port by which peers reach `listen`; None: as it is."""
+    node: str = Field(default_factory=socket.gethostname, min_length=1, max_length=255)
+    """Name of this node, for people."""
+    insecure: bool = False
+    """Serve in plain text to everyone who reaches an address that is not loopback."""
+    drain_s: float = Field(default=30.0, ge=0)
+    """How long running transfers may take after a stop was asked for."""
+
+    arena: ArenaConfig = ArenaConfig()
+    ucx: UcxConfig = UcxConfig()
+    """UCX trusts whoever reaches `net_devices`: name none that strangers can reach."""
+    leases: LeaseConfig = LeaseConfig()
+    limits: LimitsConfig = LimitsConfig()
+    transfers: TransferConfig = TransferConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _check_addresses(self) -> Config:
+        host, _ = split_address(self.listen)
+        if self.advertise is not None:
+            split_address(self.advertise)
+        if not is_loopback(host) and not self.insecure:
+            raise ValueError(
+                f"listen is {self.listen}, which is not loopback: without identities everyone who reaches it would be "
+                "served; say insecure = true (--insecure) if the network is trusted"
+            )
+        if host in ("0.0.0.0", "::") and self.advertise is None:  # noqa: S104 -- compared, not bound
+            raise ValueError(f"listen is {self.listen}: say by which address peers reach it (advertise)")
+        return self
+
+    @property
+    def wire_limits(self) -> Limits:
+        """Bounds on an offer: those configured, and never more than the arena holds."""
+        return Limits(
+            max_tensors=self.limits.max_tensors,
+            max_snapshot_bytes=min(self.limits.max_snapshot_bytes, align(self.arena.bytes)),
+            max_sequences=self.limits.max_sequences,
+            max_index_entries=self.limits.max_index_entries,
+            max_message_bytes=self.limits.max_message_bytes,
+        )
+
+
+def load_config(path: Path | None, flags: Mapping[str, Any]) -> Config:
+    """The configuration. `path`: the file, or None for the default one if it is there. `flags`: values by key, nested
+    as in the file.
+
+    Raises InvalidRequest that names every wrong key.
+    """
+    if path is None and DEFAULT_CONFIG_PATH.exists():
+        path = DEFAULT_CONFIG_PATH
+    if path is not None and not path.is_file():
+        raise InvalidRequest(f"no configuration file {path}", field="config", offered=path)
+
+    class Layered(Config):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+            file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            layers = (init_settings, env_settings)
+            return (*layers, TomlConfigSettingsSource(settings_cls, path)) if path is not None else layers
+
+    try:
+        return Layered(**flags)
+    except ValidationError as error:
+        wrong = [f"{'.'.join(map(str, item['loc'])) or 'configuration'}: {item['msg']}" for item in error.errors()]
+        first = error.errors()[0]["loc"]
+        raise InvalidRequest(
+            "; ".join(text.replace("Value error, ", "") for text in wrong), field=".".join(map(str, first)) or None
+        ) from None
+    except Misuse as error:
+        raise InvalidRequest(error.message, field=error.field) from None
+    except (SettingsError, ValueError) as error:  # not TOML, or an environment value that is not JSON
+        raise InvalidRequest(f"cannot be read: {error}", field="config", offered=path) from None
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of "host:port" or "[host]:port". Raises ValueError."""
+    host, separator, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(f"{address!r} is not host:port; an IPv6 address goes in brackets")
+    if not separator or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"{address!r} is not host:port")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this host reach it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as a file that gives it again."""
+    values = config.model_dump(mode="json", exclude_none=True)
+    plain = {key: value for key, value in values.items() if not isinstance(value, dict)}
+    tables = {key: value for key, value in values.items() if isinstance(value, dict)}
+    lines = [_assignment(key, value) for key, value in plain.items()]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *(_assignment(key, value) for key, value in table.items())]
+    return "\n".join(lines)
+
+
+def _assignment(key: str, value: object) -> str:
+    # A JSON string, number, boolean or list of strings is the same thing in TOML.
+    return f"{key} = {json.dumps(value)}"

@@ -1,0 +1,366 @@
+"""The mover: the child process of hurrayd that owns the arena, UCX, and the contents of snapshots.
+
+`python -m hurray_server.mover FD CONFIG` speaks MoverCommand and MoverReport (mover.proto) on the socket FD. It keeps
+no key, name or policy, takes its orders from that socket alone, and exits when the socket ends. Two threads matter:
+this one reads commands, the data-plane thread moves bytes and reports.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from hurray_server.arena import Arena, TransferMemory
+from hurray_server.framing import FRAME_OVERHEAD_BYTES, FrameSender, receive_frame
+from hurray_server.logs import configure_logs
+from hurray_server.mover_config import MoverConfig
+from hurray_wire import session as s
+from hurray_wire.dataplane import DataPlane, Ended, Output, PrepareCommit, SourceOrder, TargetOrder
+from hurray_wire.errors import DataPlaneUnavailable, HurrayError, ProtocolViolation, SnapshotLost
+from hurray_wire.limits import MAX_WINDOW
+from hurray_wire.messages import (
+    read_offer,
+    read_source_message,
+    read_target_message,
+    read_transport,
+    to_duration,
+    to_source_message,
+    to_target_message,
+    to_transport,
+)
+from hurray_wire.payload import ImageSource, ImageTarget
+from hurray_wire.status import from_status, to_status
+from hurray_wire.transport.base import TAG_TRANSFER_BITS
+from hurray_wire.transport.ucx import UcxTransport, loaded_ucx
+from hurray_wire.v1 import mover_pb2 as mpb
+from hurray_wire.v1 import transfer_pb2 as pb
+
+_log = structlog.get_logger("hurray.mover")
+
+_SWITCH_INTERVAL_S: Final = 0.0005
+"""How soon a thread that waits for the interpreter gets it: the data-plane thread shares it with the command reader."""
+
+_STOP_S: Final = 3.0
+"""Longest time for an orderly end after the socket has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A transfer that runs. `offer`: for a target, as it came."""
+
+    is_source: bool
+    transport: str
+    window: int
+    offer: pb.Offer
+
+
+class Mover:
+    """Carries out commands, reports what came of them."""
+
+    def __init__(self, config: MoverConfig, report: Callable[[mpb.MoverReport], None]) -> None:
+        """Raises HurrayError where arena or data plane cannot be had."""
+        self._config = config
+        self._report = report
+        self._running: dict[int, _Running] = {}
+        self._arena = Arena(config.arena_bytes, on_change=self._report_usage)
+        self._plane = DataPlane(lambda: UcxTransport(config.ucx), on_peer_lost=self._peer_lost)
+
+    def start(self) -> mpb.MoverReport:
+        """Start the data plane; the report that says so."""
+        self._plane.start()
+        if self._config.prefault:
+            threading.Thread(target=self._prefault, name="hurray-prefault", daemon=True).start()
+        ucx = loaded_ucx()
+        return mpb.MoverReport(
+            started=mpb.MoverStarted(
+                incarnation=self._plane.incarnation,
+                transports=[to_transport(self._plane.parameters)],
+                arena=self._arena_usage(),
+                ucx=f"UCX {ucx['version']} from {ucx['path']}, transports {ucx['transports']}",
+            )
+        )
+
+    def stop(self) -> None:
+        """Fail what runs, close every connection."""
+        self._plane.stop()
+
+    def carry_out(self, command: mpb.MoverCommand) -> None:
+        """One command."""
+        match command.WhichOneof("command"):
+            case "open_peer":
+                self._open_peer(command.open_peer)
+            case "close_peer":
+                peer = command.close_peer.peer
+                closed = self._plane.close_peer(peer, abort=command.close_peer.abort)
+                closed.add_done_callback(lambda _: self._report(mpb.MoverReport(peer_closed=mpb.PeerClosed(peer=peer))))
+            case "begin_target":
+                order = command.begin_target
+                self._attempt(order.transfer, lambda: self._begin_target(order))
+            case "begin_source":
+                begin = command.begin_source
+                self._attempt(begin.transfer, lambda: self._begin_source(begin))
+            case "input":
+                self._input(command.input)
+            case "free_snapshot":
+                self._arena.free(command.free_snapshot.snapshot)
+            case "report_usage":
+                if not self._plane.running:
+                    raise DataPlaneUnavailable("the data-plane thread has ended")
+                self._report_usage()
+            case unknown:
+                raise AssertionError(f"unknown command {unknown}")
+
+    # --- peers ----------------------------------------------------------------------------------------------------
+
+    def _open_peer(self, order: mpb.OpenPeer) -> None:
+        def opened(future: Future[None]) -> None:
+            error = future.exception()
+            status = to_status(error) if isinstance(error, HurrayError) else None
+            self._report(mpb.MoverReport(peer_opened=mpb.PeerOpened(peer=order.peer, error=status)))
+
+        try:
+            parameters = read_transport(order.transport)
+        except HurrayError as error:
+            self._report(mpb.MoverReport(peer_opened=mpb.PeerOpened(peer=order.peer, error=to_status(error))))
+            return
+        self._plane.open_peer(order.peer, parameters).add_done_callback(opened)
+
+    def _peer_lost(self, peer: int, error: HurrayError) -> None:
+        self._report(mpb.MoverReport(peer_lost=mpb.PeerLost(peer=peer, error=to_status(error))))
+
+    # --- transfers ------------------------------------------------------------------------------------------------
+
+    def _attempt(self, transfer: int, begin: Callable[[], None]) -> None:
+        """Begin a transfer; one that cannot begin has ended."""
+        try:
+            begin()
+        except HurrayError as error:
+            self._running.pop(transfer, None)
+            self._output(transfer, ended=mpb.TransferEnded(error=to_status(error)))
+
+    def _begin_target(self, order: mpb.BeginTarget) -> None:
+        offered = read_offer(order.offer, self._config.limits)
+        self._running[order.transfer] = _Running(False, order.transport, order.window, order.offer)
+        payload = ImageTarget(offered.plan, offered.token_counts, TransferMemory(self._arena, order.transfer))
+        self._plane.begin_target(
+            order.transfer,
+            TargetOrder(
+                peer=order.peer,
+                payload=payload,
+                hash=offered.hash,
+                budget_s=order.budget_s,
+                window=order.window,
+                listener=lambda output: self._target_output(order.transfer, output),
+            ),
+        )
+
+    def _begin_source(self, order: mpb.BeginSource) -> None:
+        offered = read_offer(order.offer, self._config.limits)
+        image = self._arena.pin(order.snapshot)
+        if image is None:
+            raise SnapshotLost("the data plane does not hold this snapshot", stage="offer")
+        self._running[order.transfer] = _Running(True, order.offer.transports[0], MAX_WINDOW, order.offer)
+        self._plane.begin_source(
+            order.transfer,
+            SourceOrder(
+                peer=order.peer,
+                payload=ImageSource(offered.plan, image, lambda: self._arena.unpin(order.snapshot)),
+                hash=offered.hash,
+                budget_s=order.budget_s,
+                listener=lambda output: self._source_output(order.transfer, output),
+            ),
+        )
+
+    def _input(self, message: mpb.TransferInput) -> None:
+        transfer, running = message.transfer, self._running.get(message.transfer)
+        if running is None:
+            return  # it is over
+        try:
+            event = self._event(transfer, running, message)
+            if isinstance(event, pb.Accept):
+                self._accept(transfer, running, event)
+            else:
+                self._plane.post(transfer, event)
+        except HurrayError as error:
+            self._plane.post(transfer, s.Failed(error))
+
+    def _event(self, transfer: int, running: _Running, message: mpb.TransferInput) -> s.Event | pb.Accept:
+        match message.WhichOneof("input"):
+            case "source" if not running.is_source:
+                return read_source_message(message.source)
+            case "target" if running.is_source:
+                return read_target_message(message.target)
+            case "stream_lost":
+                return s.StreamLost()
+            case "commit":
+                return self._commit(transfer, message.commit)
+            case "cancel":
+                return s.Failed(from_status(message.cancel))
+        raise ProtocolViolation("message of the wrong side", offered=message.WhichOneof("input"))
+
+    def _commit(self, transfer: int, result: mpb.CommitResult) -> s.Event:
+        if result.HasField("error"):
+            return s.CommitRefused(from_status(result.error))
+        # From here on it is a snapshot: readers and deletion may come before the machine hears of it.
+        self._arena.hold(transfer)
+        return s.Committed(result.receipt)
+
+    def _accept(self, transfer: int, running: _Running, accept: pb.Accept) -> None:
+        if accept.transport != running.transport:
+            raise ProtocolViolation(
+                "accepted on another transport",
+                field="transport",
+                offered=accept.transport[:16],
+                required=running.transport,
+            )
+        if accept.transfer >= 1 << TAG_TRANSFER_BITS:
+            raise ProtocolViolation(
+                "transfer number out of range",
+                field="transfer",
+                offered=accept.transfer,
+                required=f"< 2**{TAG_TRANSFER_BITS}",
+            )
+        self._plane.accept(transfer, accept.transfer, min(accept.window, MAX_WINDOW))
+
+    # --- outputs, in the data-plane thread ----------------------------------------------------------------------------
+
+    def _source_output(self, transfer: int, output: Output) -> None:
+        if isinstance(output, Ended):
+            self._ended(transfer, output)
+        else:
+            self._output(transfer, source=to_source_message(output))
+
+    def _target_output(self, transfer: int, output: Output) -> None:
+        running = self._running[transfer]
+        match output:
+            case Ended():
+                self._ended(transfer, output)
+            case PrepareCommit():
+                self._output(transfer, prepared=self._prepared(running, output))
+            case _:
+                accept = pb.Accept(transfer=transfer, transport=running.transport, window=running.window)
+                self._output(transfer, target=to_target_message(output, lambda: accept))
+
+    def _prepared(self, running: _Running, output: PrepareCommit) -> mpb.Prepared:
+        summary = output.summary
+        tensors = []
+        for offered, descriptor in zip(running.offer.tensors, summary.descriptors, strict=True):
+            tensor = pb.TensorOffer(descriptor=descriptor.encode())
+            if offered.HasField("kv_scale"):
+                tensor.kv_scale = offered.kv_scale
+            tensors.append(tensor)
+        return mpb.Prepared(
+            receipt=pb.Receipt(
+                wire_bytes=summary.wire_bytes,
+                tensor_count=len(tensors),
+                logical_page_count=summary.logical_page_count,
+                distinct_page_count=summary.distinct_page_count,
+                dead_slot_count=summary.dead_slot_count,
+                dirty_dead_slot_count=summary.dirty_dead_slot_count,
+                verified_chunk_count=output.verified_chunk_count,
+                checksum=running.offer.checksum,
+                transport=running.transport,
+                stages=[pb.StageTime(stage=stage, duration=to_duration(seconds)) for stage, seconds in output.stages],
+            ),
+            tensors=tensors,
+        )
+
+    def _ended(self, transfer: int, output: Ended) -> None:
+        del self._running[transfer]
+        error = to_status(output.error) if output.error is not None else None
+        self._output(transfer, ended=mpb.TransferEnded(error=error))
+
+    def _output(
+        self,
+        transfer: int,
+        *,
+        source: pb.SourceMessage | None = None,
+        target: pb.TargetMessage | None = None,
+        prepared: mpb.Prepared | None = None,
+        ended: mpb.TransferEnded | None = None,
+    ) -> None:
+        output = mpb.TransferOutput(transfer=transfer, source=source, target=target, prepared=prepared, ended=ended)
+        self._report(mpb.MoverReport(output=output))
+
+    # --- memory ---------------------------------------------------------------------------------------------------
+
+    def _prefault(self) -> None:
+        if self._arena.prefault():
+            _log.info("arena prefaulted", bytes=self._arena.total_bytes)
+        else:
+            _log.warning("arena not prefaulted: first transfers are slower", bytes=self._arena.total_bytes)
+
+    def _arena_usage(self) -> pb.ArenaUsage:
+        usage = self._arena.usage()
+        return pb.ArenaUsage(
+            total_bytes=usage.total_bytes,
+            free_bytes=usage.free_bytes,
+            held_bytes=usage.held_bytes,
+            receiving_bytes=usage.receiving_bytes,
+            quarantined_bytes=usage.quarantined_bytes,
+        )
+
+    def _report_usage(self) -> None:
+        usage = mpb.MoverUsage(
+            arena=self._arena_usage(),
+            unknown_tag_count=self._plane.unknown_tag_count,
+            peer_count=self._plane.peer_count,
+            transfer_count=self._plane.transfer_count,
+        )
+        self._report(mpb.MoverReport(usage=usage))
+
+
+def serve(connection: socket.socket, config: MoverConfig) -> int:
+    """Run a mover on this socket until it ends; the exit status."""
+    sender = FrameSender(connection)
+    try:
+        mover = Mover(config, sender.send)
+        sender.send(mover.start())
+    except HurrayError as error:
+        sender.send(mpb.MoverReport(started=mpb.MoverStarted(error=to_status(error))))
+        return 1
+    max_bytes = config.limits.max_message_bytes + FRAME_OVERHEAD_BYTES
+    gc.freeze()  # what was imported stays: no collection has to walk it beside a transfer
+    while True:
+        command = mpb.MoverCommand()
+        try:
+            receive_frame(connection, command, max_bytes)
+        except EOFError:
+            break
+        mover.carry_out(command)
+    stopper = threading.Thread(target=mover.stop, daemon=True)
+    stopper.start()
+    stopper.join(_STOP_S)
+    return 0
+
+
+def main() -> None:
+    """Entry point of the child process."""
+    # It lives exactly as long as its socket: signals to the whole group or control group are hurrayd's to obey.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    descriptor, config = int(sys.argv[1]), MoverConfig.from_json(sys.argv[2])
+    configure_logs(config.log_level, config.log_format, "mover")
+    try:
+        status = serve(socket.socket(fileno=descriptor), config)
+    except Exception:
+        _log.exception("the mover fails")
+        status = 1
+    sys.stderr.flush()
+    # Neither UCX's destructors nor threads in the middle of something get a say any more.
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,335 @@
+"""hurrayd's side of its mover: starts it, talks to it, notices its death, starts the next one.
+
+One mover runs at a time. When it dies, or no longer answers, everything that was asked of it fails with
+DataPlaneUnavailable, the owner is told (`on_down`), and another is started. All in the event loop; nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final, Protocol
+
+import structlog
+
+from hurray_server.framing import FRAME_OVERHEAD_BYTES, pack, read_frame
+from hurray_server.mover_config import MoverConfig
+from hurray_wire.errors import DataPlaneUnavailable, HurrayError, ProtocolViolation
+from hurray_wire.status import from_status
+from hurray_wire.v1 import mover_pb2 as mpb
+from hurray_wire.v1 import transfer_pb2 as pb
+
+_log = structlog.get_logger("hurray.mover_link")
+
+START_S: Final = 30.0
+"""Longest time for a mover to come up."""
+
+PING_S: Final = 2.0
+ANSWER_S: Final = 10.0
+"""A mover that says nothing for this long, though it is asked every PING_S, is taken for dead."""
+
+RESTART_DELAYS_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 4.0)
+"""Before each try to start the next one; the last one repeats. Back to the first after a start that worked."""
+
+EXIT_S: Final = 5.0
+"""How long a mover may take to exit after its socket was closed; longer than it gives itself for an orderly end."""
+
+
+class Outputs(Protocol):
+    """Where the reports on one transfer go."""
+
+    def on_output(self, output: mpb.TransferOutput) -> None:
+        """Called in order; `ended` is the last."""
+
+    def on_mover_down(self, error: HurrayError) -> None:
+        """The mover is gone, and the transfer with it. Called instead of everything that would follow."""
+
+
+class MoverLink:
+    """See the module.
+
+    `on_up(started)`: a mover is ready. `on_down(error)`: it is gone. `on_peer_lost(peer, error)`: it lost a connection.
+    """
+
+    def __init__(
+        self,
+        config: MoverConfig,
+        *,
+        on_up: Callable[[mpb.MoverStarted], None],
+        on_down: Callable[[HurrayError], None],
+        on_peer_lost: Callable[[int, HurrayError], None],
+    ) -> None:
+        self._config = config
+        self._on_up = on_up
+        self._on_down = on_down
+        self._on_peer_lost = on_peer_lost
+        self._numbers = itertools.count(1)
+        self._transfers: dict[int, Outputs] = {}
+        self._opening: dict[int, asyncio.Future[None]] = {}
+        self._closing: dict[int, asyncio.Future[None]] = {}
+        self._connected: set[int] = set()
+        self._writer: asyncio.StreamWriter | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._pidfd = -1
+        self.supervisor: asyncio.Task[None] | None = None
+        """Runs from `start` to `stop`; nothing ends it before but a fault of this program."""
+        self._stopping = False
+        self._heard_s = 0.0
+        self.started: mpb.MoverStarted | None = None
+        """What the mover said when it came up; None while none is up."""
+        self.usage = mpb.MoverUsage()
+        """What it last said of itself; zero while none is up."""
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the first mover. Raises what keeps it from coming up; later ones are tried again and again."""
+        await self._start_one()
+        self.supervisor = asyncio.create_task(self._supervise())
+
+    async def stop(self) -> None:
+        """End the mover in order; it settles what runs before it exits."""
+        self._stopping = True
+        if self.supervisor is not None:
+            self.supervisor.cancel()
+            await asyncio.gather(self.supervisor, return_exceptions=True)
+        await self._end_process(kill=False)
+
+    @property
+    def up(self) -> bool:
+        """Whether a mover is ready."""
+        return self.started is not None
+
+    def require_up(self, stage: str) -> mpb.MoverStarted:
+        """What the mover said when it came up. Raises DataPlaneUnavailable while none is up."""
+        if self.started is None:
+            raise DataPlaneUnavailable("the data plane of this node is not up", retry_after_s=1.0, stage=stage)
+        return self.started
+
+    # --- commands -------------------------------------------------------------------------------------------------
+
+    async def open_peer(self, peer: int, transport: pb.Transport) -> None:
+        """Connect the mover to a peer. Raises DataPlaneUnavailable, CapabilityMismatch, PeerUnavailable."""
+        self.require_up("session")
+        self._connected.discard(peer)
+        future = self._opening[peer] = asyncio.get_running_loop().create_future()
+        self._send(mpb.MoverCommand(open_peer=mpb.OpenPeer(peer=peer, transport=transport)))
+        try:
+            await future
+        finally:
+            if self._opening.get(peer) is future:
+                del self._opening[peer]
+
+    def close_peer(self, peer: int, *, abort: bool) -> asyncio.Future[None]:
+        """Close the connection to a peer; the future is done when nothing is left of it."""
+        self._connected.discard(peer)
+        future = self._closing.get(peer)
+        if future is None:
+            future = asyncio.get_running_loop().create_future()
+            if self.up:
+                self._closing[peer] = future
+            else:
+                future.set_result(None)
+        self._send(mpb.MoverCommand(close_peer=mpb.ClosePeer(peer=peer, abort=abort)))
+        return future
+
+    def new_transfer(self, outputs: Outputs) -> int:
+        """A number for a transfer, never given twice, under which `outputs` is told of it. Raises
+        DataPlaneUnavailable."""
+        self.require_up("offer")
+        number = next(self._numbers)
+        self._transfers[number] = outputs
+        return number
+
+    def begin_target(self, order: mpb.BeginTarget) -> None:
+        """Receive a snapshot."""
+        self._send(mpb.MoverCommand(begin_target=order))
+
+    def begin_source(self, order: mpb.BeginSource) -> None:
+        """Send a held snapshot."""
+        self._send(mpb.MoverCommand(begin_source=order))
+
+    def input(self, message: mpb.TransferInput) -> None:
+        """Something happened to a transfer; one that is over ignores it."""
+        if message.transfer in self._transfers:
+            self._send(mpb.MoverCommand(input=message))
+
+    def free(self, snapshot: int) -> None:
+        """Give back the memory of a snapshot."""
+        self._send(mpb.MoverCommand(free_snapshot=mpb.FreeSnapshot(snapshot=snapshot)))
+
+    def condemn(self, why: str) -> None:
+        """The mover does not do what it must: kill it. Its end is noticed as any other."""
+        if self._process is not None and self._process.returncode is None:
+            _log.error("mover condemned", why=why, pid=self._process.pid)
+            self._kill()
+
+    async def drain(self) -> None:
+        """Wait until the mover has taken enough of what it was told for more to be sent."""
+        if self._writer is not None:
+            try:
+                await self._writer.drain()
+            except ConnectionError:
+                return  # its end is noticed by the reader
+
+    def _send(self, command: mpb.MoverCommand) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(pack(command))
+
+    # --- supervision ------------------------------------------------------------------------------------------------
+
+    async def _start_one(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            ours.setblocking(False)
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-P", "-m", "hurray_server.mover", str(theirs.fileno()), self._config.to_json()),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        try:
+            async with asyncio.timeout(START_S):
+                report = await self._next_report()
+        except (EOFError, TimeoutError, ProtocolViolation):
+            await self._end_process(kill=True)
+            raise DataPlaneUnavailable("the data plane of this node did not come up", stage="start") from None
+        if report.WhichOneof("report") != "started" or report.started.HasField("error"):
+            await self._end_process(kill=True)
+            raise from_status(report.started.error)
+        self._heard_s = asyncio.get_running_loop().time()
+        self.started = report.started
+        self.usage = mpb.MoverUsage(arena=report.started.arena)
+        self._on_up(report.started)
+
+    async def _supervise(self) -> None:
+        while True:
+            error = await self._run_one()
+            self._go_down(error)
+            await self._end_process(kill=True)
+            for delay_s in itertools.chain(RESTART_DELAYS_S, itertools.repeat(RESTART_DELAYS_S[-1])):
+                await asyncio.sleep(delay_s)
+                try:
+                    await self._start_one()
+                except HurrayError as failed:
+                    _log.error("mover does not start", error=str(failed))
+                else:
+                    break
+
+    async def _run_one(self) -> DataPlaneUnavailable:
+        """Take reports until the mover ends; why it did."""
+        ping = asyncio.create_task(self._ping())
+        try:
+            while True:
+                report = await self._next_report()
+                self._heard_s = asyncio.get_running_loop().time()
+                self._take(report)
+        except EOFError:
+            return DataPlaneUnavailable("the data plane of this node ended", retry_after_s=1.0)
+        except ProtocolViolation as error:
+            return DataPlaneUnavailable(f"the data plane of this node said nonsense: {error}", retry_after_s=1.0)
+        finally:
+            ping.cancel()
+
+    async def _ping(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            asked_s = loop.time()
+            self._send(mpb.MoverCommand(report_usage=mpb.ReportUsage()))
+            await asyncio.sleep(PING_S)
+            # Counted from what this loop itself has seen, so that a pause of the whole host condemns nobody.
+            if loop.time() - asked_s < 2 * PING_S and asked_s - self._heard_s > ANSWER_S:
+                self.condemn(f"no answer for {ANSWER_S:g} s")
+
+    async def _next_report(self) -> mpb.MoverReport:
+        assert self._reader is not None
+        report = mpb.MoverReport()
+        await read_frame(self._reader, report, self._config.limits.max_message_bytes + FRAME_OVERHEAD_BYTES)
+        return report
+
+    def _take(self, report: mpb.MoverReport) -> None:
+        match report.WhichOneof("report"):
+            case "output":
+                transfer = report.output.transfer
+                outputs = self._transfers.get(transfer)
+                if outputs is None:
+                    raise ProtocolViolation("report on a transfer that does not run", offered=transfer)
+                if report.output.WhichOneof("output") == "ended":
+                    del self._transfers[transfer]
+                try:
+                    outputs.on_output(report.output)
+                except Exception:
+                    # One transfer's fault is not the end of all others; its own time limit ends it.
+                    _log.exception("internal error", transfer=transfer)
+            case "usage":
+                self.usage = report.usage
+            case "peer_opened":
+                opened = self._opening.get(report.peer_opened.peer)
+                if opened is not None and not opened.done():
+                    if report.peer_opened.HasField("error"):
+                        opened.set_exception(from_status(report.peer_opened.error))
+                    else:
+                        self._connected.add(report.peer_opened.peer)
+                        opened.set_result(None)
+            case "peer_closed":
+                closed = self._closing.pop(report.peer_closed.peer, None)
+                if closed is not None and not closed.done():
+                    closed.set_result(None)
+            case "peer_lost":
+                # The loss of a connection that is being replaced or closed is nobody's any more.
+                if report.peer_lost.peer in self._connected:
+                    self._connected.remove(report.peer_lost.peer)
+                    self._on_peer_lost(report.peer_lost.peer, from_status(report.peer_lost.error))
+            case other:
+                raise ProtocolViolation("unexpected report", offered=other)
+
+    def _go_down(self, error: DataPlaneUnavailable) -> None:
+        pid = self._process.pid if self._process is not None else None
+        _log.error("mover down", pid=pid, error=str(error), transfers=len(self._transfers))
+        self.started = None
+        self.usage = mpb.MoverUsage()
+        self._connected.clear()
+        transfers, self._transfers = self._transfers, {}
+        for outputs in transfers.values():
+            outputs.on_mover_down(error)
+        for opening in self._opening.values():
+            if not opening.done():
+                opening.set_exception(error)
+        closing, self._closing = self._closing, {}
+        for future in closing.values():
+            if not future.done():
+                future.set_result(None)
+        self._on_down(error)
+
+    async def _end_process(self, *, kill: bool) -> None:
+        """Close the socket and see the process out."""
+        self.started = None
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._process is None:
+            return
+        if kill:
+            self._kill()
+        try:
+            async with asyncio.timeout(EXIT_S):
+                await self._process.wait()
+        except TimeoutError:
+            self._kill()
+            await self._process.wait()
+        self._process = None
+        os.close(self._pidfd)
+
+    def _kill(self) -> None:
+        # Not by Process.kill: that reaps the process, and asyncio then misses it.
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)

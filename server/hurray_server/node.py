@@ -1,0 +1,174 @@
+"""The state of one node and what connects its parts: store, requests, sessions, transfers, the mover.
+
+Lives in one event loop; nothing here knows gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, Final
+
+import structlog
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from hurray_server.config import Config
+from hurray_server.mover_config import MoverConfig
+from hurray_server.mover_link import MoverLink
+from hurray_server.requests import Requests
+from hurray_server.sessions import Sessions
+from hurray_server.store import Store
+from hurray_server.transfers import Transfer
+from hurray_wire.errors import HurrayError, LimitExceeded, NodeDraining
+from hurray_wire.v1 import mover_pb2 as mpb
+
+_log = structlog.get_logger("hurray.node")
+
+
+class Node:
+    """See the module. `on_ready(ready)` is called when the node becomes able, or unable, to take transfers."""
+
+    def __init__(self, config: Config, *, on_ready: Callable[[bool], None]) -> None:
+        self.config: Final = config
+        self.incarnation: Final = uuid.uuid4().int >> 64
+        self.link: Final = MoverLink(
+            MoverConfig(
+                arena_bytes=config.arena.bytes,
+                prefault=config.arena.prefault,
+                ucx=config.ucx,
+                limits=config.wire_limits,
+                log_level=config.log.level,
+                log_format=config.log.format,
+            ),
+            on_up=self._mover_up,
+            on_down=self._mover_down,
+            on_peer_lost=self._peer_lost,
+        )
+        self.limits: Final = config.wire_limits
+        self.sessions: Final = Sessions(self.link, max_sessions=config.limits.max_sessions)
+        self.store: Final = Store(self.link.free, max_snapshots=config.limits.max_snapshots)
+        self.requests: Final = Requests()
+        self.transfers: set[Transfer[Any]] = set()
+        self.idle: Final = asyncio.Event()
+        """Set while no transfer runs."""
+        self.idle.set()
+        self.draining = False
+        self._on_ready = on_ready
+        self._drain_listeners: set[Callable[[], None]] = set()
+        self._leases_changed = asyncio.Event()
+        self._expirer: asyncio.Task[None] | None = None
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the mover and wait until it is ready. Raises what keeps it from coming up."""
+        await self.link.start()
+        self._expirer = asyncio.create_task(self._expire())
+
+    def begin_drain(self) -> None:
+        """Take no new transfers, and end every wait for one."""
+        if not self.draining:
+            self.draining = True
+            _log.info("draining", transfers=len(self.transfers))
+            for notify in list(self._drain_listeners):
+                notify()
+            self._on_ready(False)
+
+    def cancel_transfers(self) -> None:
+        """Give up what still runs."""
+        for transfer in list(self.transfers):
+            transfer.cancel(NodeDraining("the node is shutting down", stage=transfer.stage))
+
+    async def stop(self) -> None:
+        """End sessions, then the mover. Everything that was held is gone."""
+        if self._expirer is not None:
+            self._expirer.cancel()
+        self.sessions.end_all(NodeDraining("the node is shutting down"))
+        await self.link.stop()
+
+    def add(self, transfer: Transfer[Any]) -> None:
+        """A transfer begins."""
+        self.transfers.add(transfer)
+        self.idle.clear()
+
+    def remove(self, transfer: Transfer[Any]) -> None:
+        """A transfer is over."""
+        self.transfers.discard(transfer)
+        if not self.transfers:
+            self.idle.set()
+
+    @property
+    def ready(self) -> bool:
+        """Whether transfers are taken."""
+        return self.link.up and not self.draining
+
+    def require_ready(self, stage: str) -> None:
+        """Raises NodeDraining, DataPlaneUnavailable, LimitExceeded where no transfer can begin now."""
+        self.require_not_draining()
+        self.link.require_up(stage)
+        most = self.config.limits.max_transfers
+        if len(self.transfers) >= most:
+            raise LimitExceeded(
+                "this node runs as many transfers as it may",
+                retry_after_s=0.2,
+                field="max_transfers",
+                offered=len(self.transfers) + 1,
+                required=f"<= {most}",
+            )
+
+    def require_not_draining(self) -> None:
+        """Raises NodeDraining."""
+        if self.draining:
+            raise NodeDraining("the node is shutting down")
+
+    def on_drain(self, notify: Callable[[], None]) -> Callable[[], None]:
+        """Have `notify` called when the node begins to drain, until the function that this returns is called."""
+        self._drain_listeners.add(notify)
+        return lambda: self._drain_listeners.discard(notify)
+
+    # --- time -----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def now_s() -> float:
+        """The clock of leases: it never steps."""
+        return time.monotonic()
+
+    def to_timestamp(self, at_s: float) -> Timestamp:
+        """A moment of that clock, as people name it."""
+        moment = Timestamp()
+        moment.FromMicroseconds(int((time.time() + at_s - self.now_s()) * 1e6))
+        return moment
+
+    def leases_changed(self) -> None:
+        """A lease began: it may be the next to end."""
+        self._leases_changed.set()
+
+    async def _expire(self) -> None:
+        while True:
+            self._leases_changed.clear()
+            for snapshot in self.store.expire(self.now_s()):
+                _log.info("lease ended", key=snapshot.key, generation=snapshot.generation)
+            at_s = self.store.next_expiry_s()
+            try:
+                async with asyncio.timeout(None if at_s is None else max(0.0, at_s - self.now_s())):
+                    await self._leases_changed.wait()
+            except TimeoutError:
+                continue
+
+    # --- mover ----------------------------------------------------------------------------------------------------
+
+    def _mover_up(self, started: mpb.MoverStarted) -> None:
+        _log.info("mover up", incarnation=f"{started.incarnation:016x}", ucx=started.ucx)
+        self._on_ready(self.ready)
+
+    def _peer_lost(self, peer: int, error: HurrayError) -> None:
+        self.sessions.lose(peer, error)
+
+    def _mover_down(self, error: HurrayError) -> None:
+        self._on_ready(False)
+        self.sessions.lose_all(error)
+        lost = self.store.lose_all(self.now_s())
+        self.requests.forget_receipts()
+        _log.error("what the mover held is lost", snapshots=lost, error=str(error))

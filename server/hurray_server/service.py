@@ -1,0 +1,477 @@
+"""TransferService over gRPC: check, call the core, map the error."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import functools
+import hashlib
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib.metadata import version
+from typing import Any, Final, NoReturn, TypeVar
+
+import grpc
+import structlog
+from structlog.contextvars import bind_contextvars
+
+from hurray_server.node import Node
+from hurray_server.principal import Principal, principal_of
+from hurray_server.requests import Running
+from hurray_server.store import Pin, Snapshot
+from hurray_server.transfers import GetTransfer, PutTransfer, Transfer
+from hurray_wire.dtypes import BY_TAG
+from hurray_wire.errors import (
+    ArenaFull,
+    DeadlineExceeded,
+    HurrayError,
+    InternalError,
+    InvalidRequest,
+    KeyNotFound,
+    PeerUnavailable,
+    ProtocolViolation,
+)
+from hurray_wire.memory import DEVICE_CPU
+from hurray_wire.messages import (
+    PROTOCOL_VERSION,
+    OfferedSnapshot,
+    check_key,
+    check_request_id,
+    choose_transport,
+    read_duration,
+    read_offer,
+    to_duration,
+)
+from hurray_wire.status import STATUS_TRAILER, to_status
+from hurray_wire.v1 import mover_pb2 as mpb
+from hurray_wire.v1 import transfer_pb2 as pb
+from hurray_wire.v1 import transfer_pb2_grpc
+
+_log = structlog.get_logger("hurray.service")
+
+GRACE_S: Final = 5.0
+"""A caller's gRPC deadline is its budget and this much more, so that the error with a stage comes first."""
+
+FIRST_MESSAGE_S: Final = 30.0
+"""Longest time from the beginning of a stream to its first message."""
+
+INLINE_TENSORS: Final = 64
+"""An offer of more tensors is checked in a thread: it takes milliseconds that other calls should not wait for."""
+
+SCHEME_TAGS: Final = (0x01, 0x02, 0x03)
+"""Quantization schemes of the format that are taken."""
+
+LIST_DEFAULT: Final = 100
+LIST_MAX: Final = 1000
+
+Context = grpc.aio.ServicerContext[Any, Any]
+HandlerT = TypeVar("HandlerT", bound=Callable[..., Awaitable[Any]])
+
+
+def _answers(method: HandlerT) -> HandlerT:
+    """End a call with the status of what its handler raised; a fault of ours is logged and told by its log id only."""
+
+    @functools.wraps(method)
+    async def handler(self: Service, request: object, context: Context) -> object:
+        # Each call is a task of its own, and so is its logging context.
+        bind_contextvars(method=method.__name__, address=context.peer())
+        try:
+            return await method(self, request, context)
+        except HurrayError as error:
+            _log.info("call failed", reason=error.reason, error=str(error))
+            await _abort(context, error)
+        except grpc.aio.AbortError:
+            raise
+        except Exception:
+            log_id = uuid.uuid4().hex[:12]
+            _log.exception("internal error", log_id=log_id)
+            await _abort(context, InternalError("a fault of the node; its log has the cause", log_id=log_id))
+
+    return handler  # type: ignore[return-value]
+
+
+async def _abort(context: Context, error: HurrayError) -> NoReturn:
+    code = getattr(grpc.StatusCode, error.code)
+    trailer = ((STATUS_TRAILER, to_status(error).SerializeToString()),)
+    await context.abort(code, error.message, trailer)
+    raise AssertionError("abort raises")
+
+
+class Service(transfer_pb2_grpc.TransferServiceServicer):
+    """The handlers. `on_drain(deadline_s)` is called when an administrator asks for the node's end."""
+
+    def __init__(self, node: Node, on_drain: Callable[[float], None]) -> None:
+        self._node = node
+        self._on_drain = on_drain
+
+    # --- the node -------------------------------------------------------------------------------------------------
+
+    @_answers
+    async def GetNode(self, _: pb.GetNodeRequest, __: Context) -> pb.GetNodeResponse:
+        """See the contract."""
+        node, limits = self._node, self._node.limits
+        mover = node.link.started or mpb.MoverStarted()
+        return pb.GetNodeResponse(
+            protocol_version=PROTOCOL_VERSION,
+            incarnation=node.incarnation,
+            version=version("hurray-transfer"),
+            node=node.config.node,
+            transports=[pb.Transport(kind=item.kind, settings=item.settings) for item in mover.transports],
+            type_tags=sorted(BY_TAG),
+            scheme_tags=SCHEME_TAGS,
+            device_tags=[DEVICE_CPU],
+            memory_classes=[0],
+            limits=pb.NodeLimits(
+                max_tensors=limits.max_tensors,
+                max_descriptor_bytes=limits.max_descriptor_bytes,
+                max_snapshot_bytes=limits.max_snapshot_bytes,
+                max_sequences=limits.max_sequences,
+                max_index_entries=limits.max_index_entries,
+                max_lease=to_duration(node.config.leases.max_s),
+            ),
+            arena=node.link.usage.arena,
+            ready=node.ready,
+            ucx=mover.ucx,
+        )
+
+    @_answers
+    async def Session(self, requests: AsyncIterator[pb.SessionRequest], context: Context) -> None:
+        """See the contract."""
+        principal = principal_of(context.peer())
+        first = await _first(requests, context)
+        if first.WhichOneof("message") != "hello":
+            raise ProtocolViolation("a session begins with Hello", offered=first.WhichOneof("message"))
+        self._node.require_not_draining()
+        session, welcome = await self._node.sessions.open(principal, first.hello)
+        orderly = False
+        heard = asyncio.ensure_future(anext(requests, None))
+        try:
+            await context.write(pb.SessionResponse(welcome=welcome))
+            waits: set[asyncio.Future[Any]] = {heard, session.ended}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if session.ended.done():
+                raise session.ended.result()
+            message = heard.result()
+            orderly = message is not None and message.WhichOneof("message") == "bye"
+            if message is not None and not orderly:
+                raise ProtocolViolation("unexpected message", offered=message.WhichOneof("message"), required="bye")
+        finally:
+            heard.cancel()
+            await self._node.sessions.close(session, abort=not orderly)
+        if orderly:
+            await context.write(pb.SessionResponse(bye=pb.Bye()))
+
+    @_answers
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        """See the contract."""
+        principal_of(context.peer()).require_admin()
+        deadline_s = self._node.config.drain_s
+        if request.HasField("deadline"):
+            deadline_s = read_duration(request.deadline, "deadline")
+        response = pb.DrainResponse(transfer_count=len(self._node.transfers))
+        self._on_drain(deadline_s)
+        return response
+
+    # --- transfers ------------------------------------------------------------------------------------------------
+
+    @_answers
+    async def Put(self, requests: AsyncIterator[pb.PutRequest], context: Context) -> None:
+        """See the contract."""
+        principal = principal_of(context.peer())
+        budget = _Budget(context, self._node.config.transfers.max_budget_s)
+        first = (await _first(requests, context)).source
+        if first.WhichOneof("message") != "offer":
+            raise ProtocolViolation("a put begins with Offer", offered=first.WhichOneof("message"))
+        offer = first.offer
+        check_request_id(offer.request_id)
+        check_key(offer.key)
+        bind_contextvars(key=offer.key, request_id=offer.request_id, tenant=principal.tenant)
+        running = await self._claim_request(principal, offer, budget)
+        if isinstance(running, pb.Receipt):
+            await context.write(pb.PutResponse(target=pb.TargetMessage(receipt=running)))
+            return
+        try:
+            transfer = await self._begin_put(principal, offer, running, budget)
+        except BaseException:
+            self._node.requests.fail(running)
+            raise
+        await _pump(
+            transfer,
+            context,
+            (mpb.TransferInput(source=message.source) async for message in requests),
+            lambda target: pb.PutResponse(target=target),
+            self._node.link.drain,
+        )
+
+    async def _claim_request(self, principal: Principal, offer: pb.Offer, budget: _Budget) -> Running | pb.Receipt:
+        """The request as one that now runs, or the receipt of its first success. While an earlier attempt runs, waits
+        for its outcome."""
+        node, digest = self._node, offer_digest(offer)
+        while True:
+            known = node.requests.look_up(principal.tenant, offer.request_id, digest, node.now_s())
+            if isinstance(known, pb.Receipt):
+                return known
+            node.require_ready("offer")
+            if known is None:
+                return node.requests.begin(principal.tenant, offer.request_id, digest)
+            await self._wait(known.waiters.append, budget.left_s(), "retry")
+
+    async def _begin_put(self, principal: Principal, offer: pb.Offer, running: Running, budget: _Budget) -> PutTransfer:
+        node = self._node
+        lease_s = self._lease_s(offer.lease if offer.HasField("lease") else None)
+        if len(offer.tensors) > INLINE_TENSORS:
+            offered = await asyncio.to_thread(read_offer, offer, node.limits)
+        else:
+            offered = read_offer(offer, node.limits)
+        session = node.sessions.find(principal, offer.incarnation)
+        mover = node.link.require_up("offer")
+        transport = choose_transport([item.kind for item in mover.transports], offer.transports)
+        self._check_space(offered)
+        claim = node.store.claim(offer.key, overwrite=offer.overwrite, now_s=node.now_s())
+        try:
+            return PutTransfer(
+                node,
+                session,
+                offer,
+                offered,
+                transport,
+                running=running,
+                claim=claim,
+                lease_s=lease_s,
+                budget_s=budget.left_s(),
+            )
+        except HurrayError:
+            node.store.abandon(claim)
+            raise
+
+    @_answers
+    async def Get(self, requests: AsyncIterator[pb.GetRequest], context: Context) -> None:
+        """See the contract."""
+        principal, node = principal_of(context.peer()), self._node
+        budget = _Budget(context, node.config.transfers.max_budget_s)
+        first = await _first(requests, context)
+        if first.WhichOneof("message") != "open":
+            raise ProtocolViolation("a get begins with GetOpen", offered=first.WhichOneof("message"))
+        check_key(first.open.key)
+        check_request_id(first.open.request_id)
+        bind_contextvars(key=first.open.key, request_id=first.open.request_id, tenant=principal.tenant)
+        node.sessions.find(principal, first.open.incarnation)
+        node.require_ready("offer")
+        pin = await self._wait_and_pin(first.open, budget)
+        try:
+            session = node.sessions.find(principal, first.open.incarnation)
+            node.require_ready("offer")
+            mover = node.link.require_up("offer")
+            transport = choose_transport([item.kind for item in mover.transports], first.open.transports)
+            transfer = GetTransfer(node, session, pin, transport, first.open.request_id, budget_s=budget.left_s())
+        except HurrayError:
+            node.store.unpin(pin)
+            raise
+        await _pump(
+            transfer,
+            context,
+            (mpb.TransferInput(target=message.target) async for message in requests),
+            lambda source: pb.GetResponse(source=source),
+            node.link.drain,
+        )
+
+    async def _wait_and_pin(self, open_: pb.GetOpen, budget: _Budget) -> Pin:
+        """Pin the snapshot, as soon as it is committed within the wait that the caller allows."""
+        node = self._node
+        wait_s = read_duration(open_.wait, "wait") if open_.HasField("wait") else 0.0
+        until_s = node.now_s() + min(wait_s, budget.left_s())
+        while True:
+            try:
+                return node.store.pin(open_.key, open_.generation, node.now_s(), consume=open_.consume)
+            except HurrayError as error:
+                left_s = until_s - node.now_s()
+                may_come = error.code == "NOT_FOUND" and (not open_.generation or isinstance(error, KeyNotFound))
+                if not may_come or left_s <= 0:
+                    if wait_s:
+                        error.details.update(stage="wait", wait_s=f"{wait_s:g}")
+                    raise
+            node.require_not_draining()
+
+            def watch(notify: Callable[[], None]) -> Callable[[], None]:
+                return node.store.watch(open_.key, notify)
+
+            try:
+                await self._wait(watch, left_s, "wait")
+            except DeadlineExceeded:
+                continue  # one last look says what is there instead
+
+    async def _wait(
+        self, register: Callable[[Callable[[], None]], Callable[[], None] | None], timeout_s: float, stage: str
+    ) -> None:
+        """Wait until what was registered is called, or the node drains. Raises DeadlineExceeded."""
+        woken = asyncio.Event()
+        unregister = register(woken.set)
+        undrain = self._node.on_drain(woken.set)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await woken.wait()
+        except TimeoutError:
+            raise DeadlineExceeded("the wait ran out", stage=stage, budget_s=round(timeout_s, 3)) from None
+        finally:
+            undrain()
+            if unregister is not None:
+                unregister()
+
+    def _check_space(self, offered: OfferedSnapshot) -> None:
+        """Refuse before anything is begun what has no room now; the arena decides for certain."""
+        node, arena = self._node, self._node.link.usage.arena
+        if offered.plan.image_bytes > arena.free_bytes:
+            at_s = node.store.next_expiry_s()
+            raise ArenaFull(
+                "no free memory for the snapshot",
+                retry_after_s=1.0 if at_s is None else min(max(at_s - node.now_s(), 0.1), 60.0),
+                offered=offered.plan.image_bytes,
+                free=arena.free_bytes,
+                total=arena.total_bytes,
+            )
+
+    def _lease_s(self, lease: Any | None) -> float:
+        leases = self._node.config.leases
+        if lease is None:
+            return leases.default_s
+        lease_s = read_duration(lease, "lease")
+        if lease_s == 0:
+            raise InvalidRequest("a lease of no time", field="lease", offered="0 s", required="above 0 s")
+        return min(lease_s, leases.max_s)
+
+    # --- snapshots ------------------------------------------------------------------------------------------------
+
+    @_answers
+    async def Stat(self, request: pb.StatRequest, _: Context) -> pb.StatResponse:
+        """See the contract."""
+        check_key(request.key)
+        snapshot = self._node.store.find(request.key, request.generation, self._node.now_s())
+        response = pb.StatResponse(snapshot=self._info(snapshot), tensors=snapshot.contents.tensors)
+        response.token_counts.extend(snapshot.contents.counts())
+        return response
+
+    @_answers
+    async def List(self, request: pb.ListRequest, _: Context) -> pb.ListResponse:
+        """See the contract."""
+        size = min(request.page_size or LIST_DEFAULT, LIST_MAX)
+        found = self._node.store.scan(
+            request.prefix, after=_read_page_token(request.page_token), limit=size + 1, now_s=self._node.now_s()
+        )
+        response = pb.ListResponse(snapshots=[self._info(snapshot) for snapshot in found[:size]])
+        if len(found) > size:
+            response.next_page_token = base64.urlsafe_b64encode(found[size - 1].key.encode()).decode()
+        return response
+
+    @_answers
+    async def Delete(self, request: pb.DeleteRequest, _: Context) -> pb.DeleteResponse:
+        """See the contract."""
+        check_key(request.key)
+        snapshot = self._node.store.delete(request.key, request.generation, self._node.now_s())
+        _log.info("snapshot deleted", key=snapshot.key, generation=snapshot.generation)
+        return pb.DeleteResponse(generation=snapshot.generation)
+
+    @_answers
+    async def Renew(self, request: pb.RenewRequest, _: Context) -> pb.RenewResponse:
+        """See the contract."""
+        check_key(request.key)
+        lease_s = self._lease_s(request.lease if request.HasField("lease") else None)
+        snapshot = self._node.store.renew(request.key, request.generation, lease_s=lease_s, now_s=self._node.now_s())
+        return pb.RenewResponse(generation=snapshot.generation, expire_time=self._node.to_timestamp(snapshot.expires_s))
+
+    def _info(self, snapshot: Snapshot) -> pb.SnapshotInfo:
+        contents = snapshot.contents
+        return pb.SnapshotInfo(
+            key=snapshot.key,
+            generation=snapshot.generation,
+            create_time=self._node.to_timestamp(snapshot.created_s),
+            expire_time=self._node.to_timestamp(snapshot.expires_s),
+            held_bytes=contents.held_bytes,
+            tensor_count=len(contents.tensors),
+            num_seqs=contents.num_seqs,
+            total_tokens=contents.total_tokens,
+            page_size=contents.page_size,
+            num_pages=contents.num_pages,
+            reader_count=snapshot.reader_count,
+            annotations=contents.annotations,
+        )
+
+
+class _Budget:
+    """What is left of the caller's time."""
+
+    def __init__(self, context: Context, max_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        left_s = context.time_remaining()
+        if left_s is None:
+            left_s = max_s + GRACE_S
+        # A deadline too short for the grace gives up a part of itself for it.
+        self._until_s = loop.time() + min(max_s, max(left_s - GRACE_S, left_s / 2))
+
+    def left_s(self) -> float:
+        """Seconds, never less than 0."""
+        return max(0.0, self._until_s - asyncio.get_running_loop().time())
+
+
+MessageT = TypeVar("MessageT")
+
+
+async def _first(requests: AsyncIterator[MessageT], context: Context) -> MessageT:
+    """The message that begins a stream. Raises ProtocolViolation, DeadlineExceeded."""
+    try:
+        async with asyncio.timeout(FIRST_MESSAGE_S):
+            return await anext(requests)
+    except StopAsyncIteration:
+        raise ProtocolViolation("the stream ended before its first message") from None
+    except TimeoutError:
+        raise DeadlineExceeded(
+            "no first message in time", stage="open", budget_s=FIRST_MESSAGE_S, peer=context.peer()
+        ) from None
+
+
+async def _pump(
+    transfer: Transfer[Any],
+    context: Context,
+    inputs: AsyncIterator[mpb.TransferInput],
+    wrap: Callable[[Any], object],
+    drain: Callable[[], Awaitable[None]],
+) -> None:
+    """Carry messages between the stream and a transfer until the transfer is over; if the stream breaks first, the
+    transfer is told. Raises the transfer's error."""
+
+    async def read() -> None:
+        try:
+            async for message in inputs:
+                transfer.input(message)
+                await drain()
+        except Exception:  # whatever gRPC raises on a stream that cannot be read: it is broken
+            transfer.stream_lost()
+
+    reader = asyncio.create_task(read())
+    try:
+        while (message := await transfer.messages.get()) is not None:
+            try:
+                await context.write(wrap(message))
+            except Exception:
+                raise PeerUnavailable("the stream broke", stage=transfer.stage) from None
+    finally:
+        transfer.stream_lost()
+        reader.cancel()
+    if transfer.error is not None:
+        raise transfer.error
+
+
+def offer_digest(offer: pb.Offer) -> bytes:
+    """What makes two offers the same request: all but how the source is reached."""
+    body = pb.Offer()
+    body.CopyFrom(offer)
+    body.ClearField("incarnation")
+    body.ClearField("transports")
+    return hashlib.blake2b(body.SerializeToString(deterministic=True), digest_size=32).digest()
+
+
+def _read_page_token(token: str) -> str:
+    try:
+        return base64.b64decode(token.encode(), altchars=b"-_", validate=True).decode()
+    except (ValueError, binascii.Error):
+        raise InvalidRequest("not a page token", field="page_token", offered=token[:64]) from None

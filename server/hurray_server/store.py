@@ -1,0 +1,321 @@
+"""What this node holds, by key: committed snapshots, their leases, who reads them, and why those are gone that are.
+
+Pure: no I/O, no clock (`now_s` comes in, from a clock that never steps back), no threads. A snapshot's memory is named
+by a number that means nothing here; `free` is called with it once, when neither key nor reader refers to it any more.
+
+    claim -> commit            a transfer to a key: one at a time, nothing visible before commit
+          -> abandon
+    find, pin -> unpin         a reader: has what it pinned, whatever becomes of the key meanwhile
+    renew, delete, expire      the end of a lease
+    lose_all                   the memory is gone, and all snapshots with it
+
+A snapshot that is gone leaves a tombstone, so that "expired", "deleted", "overwritten" and "lost" are told apart from
+"never known" for a while.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from hurray_wire.errors import (
+    HurrayError,
+    KeyBusy,
+    KeyDeleted,
+    KeyExists,
+    KeyExpired,
+    KeyNotFound,
+    KeyOverwritten,
+    LimitExceeded,
+    Misuse,
+    SnapshotLost,
+)
+from hurray_wire.v1 import transfer_pb2 as pb
+
+TOMBSTONE_S: Final = 3600.0
+MAX_TOMBSTONES: Final = 100_000
+
+_GONE: Final[Mapping[type[HurrayError], str]] = {
+    KeyExpired: "the lease of this snapshot ran out",
+    KeyDeleted: "this snapshot was deleted or consumed",
+    KeyOverwritten: "this snapshot was replaced by a newer generation",
+    SnapshotLost: "this snapshot's memory was lost with the data plane that held it",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What is committed under a key. `memory` names where the bytes are; `tensors` are as they are offered."""
+
+    memory: int
+    held_bytes: int
+    tensors: tuple[pb.TensorOffer, ...]
+    token_counts: bytes
+    total_tokens: int
+    num_seqs: int
+    page_size: int
+    num_pages: int
+    annotations: Mapping[str, str] = field(default_factory=dict)
+
+    def counts(self) -> array[int]:
+        """The token counts, which are kept as 8 bytes each."""
+        return array("Q", self.token_counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A committed snapshot."""
+
+    key: str
+    generation: int
+    contents: Contents
+    created_s: float
+    expires_s: float
+    reader_count: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Claim:
+    """The right to commit to a key, until `commit` or `abandon`."""
+
+    key: str
+    overwrite: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pin:
+    """A reader's hold on a snapshot, until `unpin`."""
+
+    snapshot: Snapshot
+    consume: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Tombstone:
+    reason: type[HurrayError]
+    died_s: float
+
+
+class Store:
+    """See the module."""
+
+    def __init__(
+        self,
+        free: Callable[[int], None],
+        *,
+        max_snapshots: int,
+        tombstone_s: float = TOMBSTONE_S,
+        max_tombstones: int = MAX_TOMBSTONES,
+    ) -> None:
+        self._free = free
+        self._max_snapshots = max_snapshots
+        self._tombstone_s = tombstone_s
+        self._max_tombstones = max_tombstones
+        self._generation = 0
+        self._snapshots: dict[str, Snapshot] = {}
+        self._keys: list[str] = []
+        self._claims: dict[str, Claim] = {}
+        self._readers: dict[int, set[Pin]] = {}
+        self._consumers: dict[int, Pin] = {}
+        self._leases: list[tuple[float, str, int]] = []
+        self._tombstones: OrderedDict[tuple[str, int], _Tombstone] = OrderedDict()
+        self._last_dead: dict[str, int] = {}
+        self._waiters: dict[str, dict[object, Callable[[], None]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._snapshots)
+
+    # --- to a key -------------------------------------------------------------------------------------------------
+
+    def claim(self, key: str, *, overwrite: bool, now_s: float) -> Claim:
+        """Let a transfer to this key begin. Raises KeyBusy, KeyExists, LimitExceeded."""
+        self.expire(now_s)
+        if key in self._claims:
+            raise KeyBusy("another transfer to this key is running", key=key)
+        held = self._snapshots.get(key)
+        if held is not None and not overwrite:
+            raise KeyExists("the key is held; overwriting was not asked for", key=key, generation=held.generation)
+        if held is None and len(self._snapshots) + len(self._claims) >= self._max_snapshots:
+            raise LimitExceeded(
+                "this node holds as many snapshots as it may",
+                retry_after_s=self._until_next_expiry(now_s),
+                field="max_snapshots",
+                offered=len(self._snapshots) + len(self._claims) + 1,
+                required=f"<= {self._max_snapshots}",
+            )
+        claim = self._claims[key] = Claim(key, overwrite)
+        return claim
+
+    def commit(self, claim: Claim, contents: Contents, *, lease_s: float, now_s: float) -> Snapshot:
+        """Make a snapshot visible, in one step with the end of the one it replaces."""
+        self._end_claim(claim)
+        self.expire(now_s)
+        if claim.key in self._snapshots:
+            assert claim.overwrite, "nobody else could commit to a claimed key"
+            self._remove(claim.key, KeyOverwritten, now_s)
+        self._generation += 1
+        snapshot = Snapshot(claim.key, self._generation, contents, now_s, now_s + lease_s)
+        self._snapshots[claim.key] = snapshot
+        insort(self._keys, claim.key)
+        heapq.heappush(self._leases, (snapshot.expires_s, claim.key, snapshot.generation))
+        for notify in list(self._waiters.get(claim.key, {}).values()):
+            notify()
+        return snapshot
+
+    def abandon(self, claim: Claim) -> None:
+        """The transfer to this key failed: no trace is left of it."""
+        self._end_claim(claim)
+
+    def _end_claim(self, claim: Claim) -> None:
+        if self._claims.get(claim.key) is not claim:
+            raise Misuse("this claim has ended", key=claim.key)
+        del self._claims[claim.key]
+
+    # --- from a key -------------------------------------------------------------------------------------------------
+
+    def find(self, key: str, generation: int, now_s: float) -> Snapshot:
+        """The snapshot of a key, of this generation or (0) the newest.
+
+        Raises KeyExpired, KeyDeleted, KeyOverwritten, SnapshotLost while a tombstone lasts, else KeyNotFound.
+        """
+        self.expire(now_s)
+        snapshot = self._snapshots.get(key)
+        if snapshot is not None and generation in (0, snapshot.generation):
+            return replace(snapshot, reader_count=len(self._readers.get(snapshot.generation, ())))
+        self._drop_tombstones(now_s)
+        dead = generation or self._last_dead.get(key, 0)
+        tombstone = self._tombstones.get((key, dead))
+        if tombstone is not None:
+            raise tombstone.reason(_GONE[tombstone.reason], key=key, generation=dead)
+        raise KeyNotFound("no snapshot has this key", key=key, generation=generation or None)
+
+    def pin(self, key: str, generation: int, now_s: float, *, consume: bool = False) -> Pin:
+        """Begin to read. `consume`: the reader deletes it afterwards; one such at a time, others meet KeyBusy.
+
+        Raises as `find`.
+        """
+        snapshot = self.find(key, generation, now_s)
+        if consume and snapshot.generation in self._consumers:
+            raise KeyBusy("another reader is about to consume this snapshot", key=key, generation=snapshot.generation)
+        pin = Pin(snapshot, consume)
+        self._readers.setdefault(snapshot.generation, set()).add(pin)
+        if consume:
+            self._consumers[snapshot.generation] = pin
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """The reader is done."""
+        generation = pin.snapshot.generation
+        readers = self._readers.get(generation, set())
+        if pin not in readers:
+            raise Misuse("this pin has ended", key=pin.snapshot.key)
+        readers.remove(pin)
+        if pin.consume:
+            del self._consumers[generation]
+        if not readers:
+            del self._readers[generation]
+            held = self._snapshots.get(pin.snapshot.key)
+            if held is None or held.generation != generation:
+                self._free(pin.snapshot.contents.memory)
+
+    def consume(self, pin: Pin, now_s: float) -> None:
+        """The reader has it: delete it, unless something else has taken it off its key already."""
+        snapshot = self._snapshots.get(pin.snapshot.key)
+        if snapshot is not None and snapshot.generation == pin.snapshot.generation:
+            self._remove(snapshot.key, KeyDeleted, now_s)
+
+    def renew(self, key: str, generation: int, *, lease_s: float, now_s: float) -> Snapshot:
+        """Let the lease end `lease_s` from now; never sooner than it would have. Raises as `find`."""
+        snapshot = self.find(key, generation, now_s)
+        renewed = replace(snapshot, expires_s=max(snapshot.expires_s, now_s + lease_s))
+        self._snapshots[key] = renewed
+        return renewed
+
+    def delete(self, key: str, generation: int, now_s: float) -> Snapshot:
+        """Take the snapshot off its key. Raises as `find`."""
+        snapshot = self.find(key, generation, now_s)
+        self._remove(key, KeyDeleted, now_s)
+        return snapshot
+
+    def scan(self, prefix: str, *, after: str, limit: int, now_s: float) -> list[Snapshot]:
+        """At most `limit` snapshots whose keys begin with `prefix` and come after `after`, in key order."""
+        self.expire(now_s)
+        position = bisect_left(self._keys, max(prefix, after))
+        found: list[Snapshot] = []
+        while position < len(self._keys) and len(found) < limit:
+            key = self._keys[position]
+            if not key.startswith(prefix):
+                break
+            if key != after:
+                found.append(self.find(key, 0, now_s))
+            position += 1
+        return found
+
+    def watch(self, key: str, notify: Callable[[], None]) -> Callable[[], None]:
+        """Have `notify` called at every commit to this key, until the function that this returns is called."""
+        token = object()
+        self._waiters.setdefault(key, {})[token] = notify
+
+        def unwatch() -> None:
+            waiters = self._waiters.get(key, {})
+            waiters.pop(token, None)
+            if not waiters:
+                self._waiters.pop(key, None)
+
+        return unwatch
+
+    # --- time and loss ------------------------------------------------------------------------------------------------
+
+    def expire(self, now_s: float) -> list[Snapshot]:
+        """Take off their keys all snapshots whose lease has run out; which they were."""
+        expired = []
+        while self._leases and self._leases[0][0] <= now_s:
+            _, key, generation = heapq.heappop(self._leases)
+            snapshot = self._snapshots.get(key)
+            if snapshot is None or snapshot.generation != generation:
+                continue
+            if snapshot.expires_s > now_s:
+                heapq.heappush(self._leases, (snapshot.expires_s, key, generation))
+                continue
+            self._remove(key, KeyExpired, now_s)
+            expired.append(snapshot)
+        return expired
+
+    def next_expiry_s(self) -> float | None:
+        """When `expire` may have something to do, or None."""
+        return self._leases[0][0] if self._leases else None
+
+    def lose_all(self, now_s: float) -> int:
+        """The memory of every snapshot is gone. How many had a key."""
+        count = len(self._snapshots)
+        for key in list(self._snapshots):
+            self._remove(key, SnapshotLost, now_s)
+        self._leases.clear()
+        return count
+
+    def _remove(self, key: str, reason: type[HurrayError], now_s: float) -> None:
+        snapshot = self._snapshots.pop(key)
+        del self._keys[bisect_left(self._keys, key)]
+        self._tombstones[key, snapshot.generation] = _Tombstone(reason, now_s)
+        self._last_dead[key] = snapshot.generation
+        self._drop_tombstones(now_s)
+        if snapshot.generation not in self._readers:
+            self._free(snapshot.contents.memory)
+
+    def _drop_tombstones(self, now_s: float) -> None:
+        while self._tombstones:
+            (key, generation), oldest = next(iter(self._tombstones.items()))
+            if len(self._tombstones) <= self._max_tombstones and oldest.died_s + self._tombstone_s > now_s:
+                return
+            del self._tombstones[key, generation]
+            if self._last_dead.get(key) == generation:
+                del self._last_dead[key]
+
+    def _until_next_expiry(self, now_s: float) -> float | None:
+        at = self.next_expiry_s()
+        return None if at is None else max(0.0, at - now_s)

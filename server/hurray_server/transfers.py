@@ -1,0 +1,266 @@
+"""Transfers that run, as the control process sees them: between a gRPC stream on one side and the mover on the other.
+
+A transfer lives from the order to the mover until the mover's `ended`, whatever becomes of the stream meanwhile: only
+then are key, request and pin given back. What it has to tell its peer waits in `messages`, None is the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+import structlog
+
+from hurray_server.requests import Running
+from hurray_server.sessions import Session
+from hurray_server.store import Claim, Contents, Pin
+from hurray_wire.errors import DataPlaneUnavailable, HurrayError, PeerUnavailable
+from hurray_wire.messages import OfferedSnapshot
+from hurray_wire.status import from_status, to_status
+from hurray_wire.v1 import mover_pb2 as mpb
+from hurray_wire.v1 import transfer_pb2 as pb
+
+if TYPE_CHECKING:
+    from hurray_server.node import Node
+
+_log = structlog.get_logger("hurray.transfers")
+
+OVERDUE_S: Final = 10.0
+"""A mover that has not ended a transfer this long after its budget will never: it is condemned."""
+
+MessageT = TypeVar("MessageT", pb.TargetMessage, pb.SourceMessage)
+
+
+class Transfer(ABC, Generic[MessageT]):
+    """What puts and gets have in common. `error` is set before the end is in `messages`; None: it succeeded."""
+
+    kind: str
+
+    def __init__(self, node: Node, session: Session, key: str, request_id: str, budget_s: float) -> None:
+        """Raises DataPlaneUnavailable."""
+        self.number: Final = node.link.new_transfer(self)
+        self.messages: asyncio.Queue[MessageT | None] = asyncio.Queue()
+        self.error: HurrayError | None = None
+        self.stage = "offer"
+        self._node = node
+        self._budget_s = budget_s
+        self._over = False
+        self._stream_lost = False
+        self._began_s = time.monotonic()
+        self._log = _log.bind(
+            transfer=self.number,
+            kind=self.kind,
+            key=key,
+            request_id=request_id,
+            tenant=session.principal.tenant,
+            peer=f"{session.incarnation:016x}",
+        )
+        self._overdue = asyncio.get_running_loop().call_later(
+            budget_s + OVERDUE_S, node.link.condemn, f"transfer {self.number} is overdue"
+        )
+        node.add(self)
+
+    def input(self, message: mpb.TransferInput) -> None:
+        """Pass on what the peer said, or what happened."""
+        message.transfer = self.number
+        self._node.link.input(message)
+
+    def stream_lost(self) -> None:
+        """The stream to the peer broke. Nothing happens once the transfer is over."""
+        if not self._over and not self._stream_lost:
+            self._stream_lost = True
+            self.input(mpb.TransferInput(stream_lost=mpb.StreamLost()))
+
+    def cancel(self, error: HurrayError) -> None:
+        """This node gives the transfer up."""
+        self.input(mpb.TransferInput(cancel=to_status(error)))
+
+    def on_mover_down(self, error: HurrayError) -> None:
+        """See Outputs."""
+        self._end(DataPlaneUnavailable(error.message, retry_after_s=error.retry_after_s, stage=self.stage))
+
+    def _end(self, error: HurrayError | None) -> None:
+        self._over = True
+        self.error = error
+        self._overdue.cancel()
+        self._node.remove(self)
+        self._settle()
+        seconds = round(time.monotonic() - self._began_s, 6)
+        if error is None:
+            self._log.info("transfer succeeded", seconds=seconds)
+        else:
+            self._log.warning("transfer failed", seconds=seconds, reason=error.reason, error=str(error))
+        self.messages.put_nowait(None)
+
+    @abstractmethod
+    def on_output(self, output: mpb.TransferOutput) -> None:
+        """See Outputs."""
+
+    @abstractmethod
+    def _settle(self) -> None:
+        """Give back what the transfer held."""
+
+
+class PutTransfer(Transfer[pb.TargetMessage]):
+    """A snapshot that comes in."""
+
+    kind = "put"
+
+    def __init__(
+        self,
+        node: Node,
+        session: Session,
+        offer: pb.Offer,
+        offered: OfferedSnapshot,
+        transport: str,
+        *,
+        running: Running,
+        claim: Claim,
+        lease_s: float,
+        budget_s: float,
+    ) -> None:
+        super().__init__(node, session, offer.key, offer.request_id, budget_s)
+        self.stage = "reserve"
+        self._offer = offer
+        self._offered = offered
+        self._running = running
+        self._claim = claim
+        self._lease_s = lease_s
+        self._committed = False
+        node.link.begin_target(
+            mpb.BeginTarget(
+                transfer=self.number,
+                peer=session.incarnation,
+                offer=without_names(offer),
+                transport=transport,
+                window=node.config.transfers.window,
+                budget_s=budget_s,
+            )
+        )
+
+    def on_output(self, output: mpb.TransferOutput) -> None:
+        """See Outputs."""
+        match output.WhichOneof("output"):
+            case "target":
+                if output.target.WhichOneof("message") == "accept":
+                    self.stage = "pages"
+                self.messages.put_nowait(output.target)
+            case "prepared":
+                self._commit(output.prepared)
+            case "ended":
+                self._end(from_status(output.ended.error) if output.ended.HasField("error") else None)
+
+    def _commit(self, prepared: mpb.Prepared) -> None:
+        """The one point at which the snapshot becomes visible, or never will be."""
+        self.stage = "commit"
+        if self._stream_lost or self._committed:
+            error = PeerUnavailable("the stream to the source broke before the commit", stage="commit")
+            self.input(mpb.TransferInput(commit=mpb.CommitResult(error=to_status(error))))
+            return
+        node, descriptor = self._node, self._offered.descriptors[0]
+        now_s = node.now_s()
+        snapshot = node.store.commit(
+            self._claim,
+            Contents(
+                memory=self.number,
+                held_bytes=self._offered.plan.image_bytes,
+                tensors=tuple(prepared.tensors),
+                token_counts=self._offered.token_counts.tobytes(),
+                total_tokens=descriptor.total_tokens,
+                num_seqs=descriptor.num_seqs,
+                page_size=descriptor.page_size,
+                num_pages=descriptor.num_pages,
+                annotations=dict(self._offer.annotations),
+            ),
+            lease_s=self._lease_s,
+            now_s=now_s,
+        )
+        self._committed = True
+        receipt = prepared.receipt
+        receipt.request_id = self._offer.request_id
+        receipt.key = snapshot.key
+        receipt.generation = snapshot.generation
+        receipt.expire_time.CopyFrom(node.to_timestamp(snapshot.expires_s))
+        receipt.volatile_memory = True
+        receipt.node = node.config.node
+        node.requests.succeed(self._running, receipt, lease_s=self._lease_s, now_s=now_s)
+        node.leases_changed()
+        self._log.info(
+            "snapshot committed",
+            generation=snapshot.generation,
+            bytes=receipt.wire_bytes,
+            tensors=receipt.tensor_count,
+            dirty_dead_slots=receipt.dirty_dead_slot_count,
+        )
+        self.input(mpb.TransferInput(commit=mpb.CommitResult(receipt=receipt)))
+
+    def _settle(self) -> None:
+        if not self._committed:
+            self._node.store.abandon(self._claim)
+            self._node.requests.fail(self._running)
+
+
+class GetTransfer(Transfer[pb.SourceMessage]):
+    """A snapshot that goes out. Takes over the pin."""
+
+    kind = "get"
+
+    def __init__(
+        self, node: Node, session: Session, pin: Pin, transport: str, request_id: str, *, budget_s: float
+    ) -> None:
+        super().__init__(node, session, pin.snapshot.key, request_id, budget_s)
+        self._pin = pin
+        contents = pin.snapshot.contents
+        offer = pb.Offer(
+            tensors=contents.tensors,
+            transports=[transport],
+            checksum=pb.CHECKSUM_XXH3_64,
+            chunk_bytes=node.config.transfers.chunk_bytes,
+        )
+        offer.token_counts.extend(contents.counts())
+        node.link.begin_source(
+            mpb.BeginSource(
+                transfer=self.number,
+                peer=session.incarnation,
+                snapshot=contents.memory,
+                offer=offer,
+                budget_s=budget_s,
+            )
+        )
+        offer.request_id = request_id
+        offer.key = pin.snapshot.key
+        offer.generation = pin.snapshot.generation
+        offer.annotations.update(contents.annotations)
+        self.messages.put_nowait(pb.SourceMessage(offer=offer))
+
+    def input(self, message: mpb.TransferInput) -> None:
+        """See Transfer."""
+        if message.target.HasField("accept"):
+            self.stage = "pages"
+        super().input(message)
+
+    def on_output(self, output: mpb.TransferOutput) -> None:
+        """See Outputs."""
+        match output.WhichOneof("output"):
+            case "source":
+                self.messages.put_nowait(output.source)
+            case "ended":
+                self._end(from_status(output.ended.error) if output.ended.HasField("error") else None)
+
+    def _settle(self) -> None:
+        store, snapshot = self._node.store, self._pin.snapshot
+        if self.error is None and self._pin.consume:
+            store.consume(self._pin, self._node.now_s())
+        store.unpin(self._pin)
+        self._log = self._log.bind(generation=snapshot.generation, consumed=self._pin.consume)
+
+
+def without_names(offer: pb.Offer) -> pb.Offer:
+    """An offer as the mover gets it: what the bytes are, not whose or what for."""
+    bare = pb.Offer(
+        tensors=offer.tensors, transports=offer.transports, checksum=offer.checksum, chunk_bytes=offer.chunk_bytes
+    )
+    bare.token_counts.MergeFrom(offer.token_counts)
+    return bare

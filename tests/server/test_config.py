@@ -1,0 +1,172 @@
+"""Configuration: its layers, what it refuses, and the file that is shipped."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hurray_server.config import Config, load_config, split_address, to_toml
+from hurray_server.mover_config import MoverConfig
+from hurray_server.principal import principal_of
+from hurray_wire.errors import InvalidRequest, PermissionDenied
+from support.daemon import command, environment
+
+SHIPPED = Path(__file__).parents[2] / "deploy" / "hurrayd.toml"
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ.keys() - environment().keys():
+        monkeypatch.delenv(name)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "hurrayd.toml"
+    path.write_text(text)
+    return path
+
+
+def test_flags_come_before_the_environment_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, 'node = "file"\n[leases]\ndefault_s = 1\nmax_s = 2\n[arena]\nbytes = "2MiB"\n')
+    monkeypatch.setenv("HURRAY_LEASES__MAX_S", "50")
+    monkeypatch.setenv("HURRAY_NODE", "environment")
+    config = load_config(path, {"node": "flag", "arena": {"prefault": False}})
+    assert config.node == "flag"
+    assert (config.leases.default_s, config.leases.max_s) == (1, 50)
+    assert (config.arena.bytes, config.arena.prefault) == (2 << 20, False)
+    assert load_config(path, {}).node == "environment"
+
+
+def test_the_shipped_file_states_the_defaults(tmp_path: Path) -> None:
+    shipped, plain = load_config(SHIPPED, {}), load_config(write(tmp_path, ""), {})
+    assert shipped.model_dump() == plain.model_dump()
+    stated = {line.split("=")[0].strip("# ") for line in SHIPPED.read_text().splitlines() if "=" in line}
+    for name, value in plain.model_dump().items():
+        assert name in stated or isinstance(value, dict), name
+        assert not isinstance(value, dict) or set(value) <= stated, name
+
+
+def test_what_it_prints_is_a_file_that_gives_the_same(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, 'node = "ü \\"q\\""\nadvertise = "h:1"\n[ucx]\ntls = ["tcp", "rc"]\n'), {})
+    assert load_config(write(tmp_path, to_toml(config)), {}).model_dump() == config.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"nope": 1}, "nope"),
+        ({"arena": {"nope": 1}}, "arena.nope"),
+        ({"arena": {"bytes": 5}}, "arena.bytes"),
+        ({"ucx": {"nope": 1}}, "ucx.nope"),
+        ({"ucx": {"first_port": 80}}, "ucx.first_port"),
+        ({"ucx": {"net_devices": ["eth0; rm"]}}, "ucx.net_devices"),
+        ({"leases": {"default_s": 10, "max_s": 5}}, "leases"),
+        ({"transfers": {"chunk_bytes": 5000}}, "transfers.chunk_bytes"),
+        ({"transfers": {"window": 0}}, "transfers.window"),
+        ({"log": {"level": "loud"}}, "log.level"),
+        ({"node": ""}, "node"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        load_config(None, values)
+    assert caught.value.field == named
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"listen": "0.0.0.0:7411"},
+        {"listen": "10.0.0.3:7411"},
+        {"listen": "decode-3:7411"},
+        {"listen": "0.0.0.0:7411", "insecure": True},
+        {"listen": "[::]:7411", "insecure": True},
+        {"listen": "localhost"},
+        {"listen": "localhost:"},
+        {"listen": "localhost:99999"},
+        {"listen": "::1:7411"},
+        {"advertise": "nowhere"},
+    ],
+)
+def test_an_address_that_would_surprise_is_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        load_config(None, values)
+
+
+def test_plain_text_elsewhere_is_said_explicitly() -> None:
+    assert load_config(None, {"listen": "10.0.0.3:7411", "insecure": True}).listen == "10.0.0.3:7411"
+    assert load_config(None, {"listen": "0.0.0.0:1", "insecure": True, "advertise": "h:1"}).advertise == "h:1"
+    assert split_address("[::1]:7411") == ("::1", 7411)
+    assert load_config(None, {"listen": "[::1]:0"}).listen == "[::1]:0"
+
+
+def test_a_file_that_is_not_there_or_not_toml_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="no configuration file"):
+        load_config(tmp_path / "none.toml", {})
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        load_config(write(tmp_path, "= 3"), {})
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    config = load_config(None, {})
+    for section, name in ((config, "node"), (config.arena, "bytes"), (config.ucx, "first_port")):
+        with pytest.raises((ValueError, AttributeError)):
+            setattr(section, name, 1)
+
+
+def test_a_snapshot_is_never_larger_than_the_arena() -> None:
+    config = load_config(None, {"arena": {"bytes": (1 << 20) + 1}})
+    assert config.wire_limits.max_snapshot_bytes == (1 << 20) + 4096
+
+
+def test_what_a_mover_is_told_survives_the_command_line() -> None:
+    config: Config = load_config(None, {"ucx": {"tls": ["tcp", "rc"]}})
+    told = MoverConfig(1 << 20, True, config.ucx, config.wire_limits, "info", "json")
+    assert MoverConfig.from_json(told.to_json()) == told
+
+
+@pytest.mark.parametrize(
+    ("peer", "admin"),
+    [
+        ("ipv4:127.0.0.1:40312", True),
+        ("ipv6:[::1]:40312", True),
+        ("ipv6:%5B::1%5D:40312", True),
+        ("unix:", True),
+        ("ipv4:10.0.0.3:40312", False),
+        ("ipv6:[2001:db8::1]:40312", False),
+        ("", False),
+        ("nonsense", False),
+    ],
+)
+def test_only_this_host_administers(peer: str, admin: bool) -> None:
+    principal = principal_of(peer)
+    assert (principal.tenant, principal.admin) == ("local", admin)
+    if not admin:
+        with pytest.raises(PermissionDenied):
+            principal.require_admin()
+
+
+def run(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=30, check=False, env=environment(**settings)
+    )
+
+
+def test_the_command_checks_and_prints(tmp_path: Path) -> None:
+    path = write(tmp_path, "[leases]\ndefault_s = 30\n")
+    shown = run(
+        *("--config", str(path), "--print-config", "--node", "n", "--arena", "2MiB", "--net-device", "lo"),
+        HURRAY_DRAIN_S="3",
+    )
+    assert shown.returncode == 0, shown.stderr
+    config = load_config(write(tmp_path, shown.stdout), {})
+    assert (config.node, config.arena.bytes, config.leases.default_s, config.drain_s) == ("n", 2 << 20, 30, 3)
+    assert run("--config", str(path), "--check").returncode == 0
+    wrong = run("--config", str(path), "--check", "--listen", "0.0.0.0:1")
+    assert wrong.returncode == 2
+    assert "insecure" in wrong.stderr
+    assert "Traceback" not in wrong.stderr

@@ -1,0 +1,159 @@
+"""The commit point, with a mover that is only a list of what it was told."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hurray_server.config import load_config
+from hurray_server.principal import principal_of
+from hurray_server.requests import Requests
+from hurray_server.sessions import Session
+from hurray_server.store import Store
+from hurray_server.transfers import PutTransfer
+from hurray_wire.errors import Cancelled, DataPlaneUnavailable, HurrayError, KeyNotFound, PeerUnavailable
+from hurray_wire.messages import read_offer, to_duration
+from hurray_wire.status import from_status, to_status
+from hurray_wire.v1 import mover_pb2 as mpb
+from hurray_wire.v1 import transfer_pb2 as pb
+from support.raw import Prepared, snapshot
+
+
+class Setup:
+    """A node as far as a put needs one."""
+
+    def __init__(self) -> None:
+        self.told: list[mpb.TransferInput] = []
+        self.transfers: set[Any] = set()
+        link = SimpleNamespace(
+            new_transfer=lambda _: 1,
+            begin_target=lambda order: setattr(self, "order", order),
+            input=lambda message: self.told.append(mpb.TransferInput.FromString(message.SerializeToString())),
+            condemn=lambda _: None,
+        )
+        self.store, self.requests = Store(lambda _: None, max_snapshots=9), Requests()
+        self.node: Any = SimpleNamespace(
+            link=link,
+            config=load_config(None, {"node": "n"}),
+            store=self.store,
+            requests=self.requests,
+            now_s=lambda: 0.0,
+            to_timestamp=lambda at_s: pb.Receipt(expire_time={"seconds": int(at_s)}).expire_time,
+            leases_changed=lambda: None,
+            add=self.transfers.add,
+            remove=self.transfers.discard,
+        )
+        self.offer = Prepared.of(snapshot()).offer("k", 5, annotations={"secret": "s"})
+        self.put = PutTransfer(
+            self.node,
+            Session(principal_of("unix:"), 5),
+            self.offer,
+            read_offer(self.offer, self.node.config.wire_limits),
+            "ucx",
+            running=self.requests.begin("local", self.offer.request_id, b"d"),
+            claim=self.store.claim("k", overwrite=False, now_s=0.0),
+            lease_s=60.0,
+            budget_s=10.0,
+        )
+
+    def report(self, **output: Any) -> None:
+        self.put.on_output(mpb.TransferOutput(transfer=1, **output))
+
+    def prepared(self) -> None:
+        receipt = pb.Receipt(wire_bytes=9, stages=[pb.StageTime(stage="pages", duration=to_duration(0.5))])
+        self.report(prepared=mpb.Prepared(receipt=receipt, tensors=self.offer.tensors))
+
+    def messages(self) -> list[pb.TargetMessage | None]:
+        found = []
+        while not self.put.messages.empty():
+            found.append(self.put.messages.get_nowait())
+        return found
+
+    def known(self) -> object:
+        return self.requests.look_up("local", self.offer.request_id, b"d", 0.0)
+
+
+async def _in_a_loop(body: Any) -> None:
+    body(Setup())
+
+
+def in_a_loop(body: Any) -> None:
+    asyncio.run(_in_a_loop(body))
+
+
+def test_a_commit_is_visible_at_once_and_its_receipt_is_kept() -> None:
+    def body(setup: Setup) -> None:
+        with pytest.raises(KeyNotFound):
+            setup.store.find("k", 0, 0.0)
+        setup.prepared()
+        found = setup.store.find("k", 0, 0.0)
+        assert (found.contents.memory, found.contents.annotations) == (1, {"secret": "s"})
+        (told,) = setup.told
+        assert not told.commit.HasField("error")
+        assert setup.known() == told.commit.receipt
+        assert (told.commit.receipt.wire_bytes, told.commit.receipt.node) == (9, "n")
+        setup.report(target=pb.TargetMessage(receipt=told.commit.receipt))
+        setup.report(ended=mpb.TransferEnded())
+        receipt, end = setup.messages()
+        assert receipt is not None
+        assert end is None
+        assert setup.put.error is None
+        assert setup.transfers == set()
+
+    in_a_loop(body)
+
+
+def test_the_mover_learns_no_names() -> None:
+    def body(setup: Setup) -> None:
+        told = setup.order.offer  # type: ignore[attr-defined]
+        assert (told.key, told.request_id, dict(told.annotations)) == ("", "", {})
+        assert list(told.token_counts) == list(setup.offer.token_counts)
+
+    in_a_loop(body)
+
+
+def test_a_stream_that_broke_before_the_commit_refuses_it() -> None:
+    def body(setup: Setup) -> None:
+        setup.put.stream_lost()
+        setup.prepared()
+        assert [message.WhichOneof("input") for message in setup.told] == ["stream_lost", "commit"]
+        assert isinstance(from_status(setup.told[1].commit.error), PeerUnavailable)
+        setup.report(ended=mpb.TransferEnded(error=setup.told[1].commit.error))
+        with pytest.raises(KeyNotFound):
+            setup.store.find("k", 0, 0.0)
+        assert setup.known() is None
+        setup.store.claim("k", overwrite=False, now_s=0.0)
+
+    in_a_loop(body)
+
+
+@pytest.mark.parametrize("error", [Cancelled("no"), None])
+def test_a_failure_gives_back_key_and_request(error: HurrayError | None) -> None:
+    def body(setup: Setup) -> None:
+        if error is not None:
+            setup.report(ended=mpb.TransferEnded(error=to_status(error)))
+        else:
+            setup.put.on_mover_down(DataPlaneUnavailable("gone", retry_after_s=1.0))
+        assert setup.messages() == [None]
+        assert setup.put.error is not None
+        assert setup.put.error.code in ("CANCELLED", "UNAVAILABLE")
+        assert setup.known() is None
+        setup.store.claim("k", overwrite=False, now_s=0.0)
+        setup.put.stream_lost()  # the stream ends after the transfer: nobody is told
+        assert setup.told == []
+
+    in_a_loop(body)
+
+
+def test_the_stage_is_named_when_the_mover_goes() -> None:
+    def body(setup: Setup) -> None:
+        assert setup.put.stage == "reserve"
+        setup.report(target=pb.TargetMessage(accept=pb.Accept()))
+        setup.put.on_mover_down(DataPlaneUnavailable("gone"))
+        assert setup.put.error is not None
+        assert setup.put.error.stage == "pages"
+
+    in_a_loop(body)
