@@ -1,4 +1,4 @@
-"""The data plane: one thread that owns a transport, its connections, and every transfer that uses it.
+"""The data plane: one thread that owns the transports, their connections, and every transfer that uses them.
 
 It is reached through messages only. Commands come in from any thread and are carried out in order; what a transfer
 wants told to its peer, and its end, goes out through the listener it was begun with. Listeners and futures are called
@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,6 +30,7 @@ from hurray_wire import session as s
 from hurray_wire.checksum import Hash
 from hurray_wire.errors import (
     Cancelled,
+    CapabilityMismatch,
     DataPlaneUnavailable,
     DeadlineExceeded,
     HurrayError,
@@ -112,6 +113,7 @@ class TargetOrder:
     """Begin to receive what was offered."""
 
     peer: int
+    transport: str
     payload: TargetPayload
     hash: Hash
     budget_s: float
@@ -129,7 +131,7 @@ class _Staging:
 
 @dataclass(eq=False)
 class _Peer:
-    endpoint: Endpoint
+    endpoints: dict[str, Endpoint] = field(default_factory=dict)
     transfers: set[int] = field(default_factory=set)
     open: bool = True
 
@@ -140,6 +142,7 @@ class _Transfer:
     order: SourceOrder | TargetOrder
     machine: s.SourceSession | s.TargetSession
     tag: int | None
+    transport: str
     deadline: float
     began: float
     queue: deque[s.Event] = field(default_factory=deque)
@@ -159,15 +162,18 @@ class _Transfer:
     @property
     def endpoint(self) -> Endpoint | None:
         """The connection it began on, while that is open: never a later one to the same peer."""
-        return self.link.endpoint if self.link is not None and self.link.open else None
+        return self.link.endpoints.get(self.transport) if self.link is not None and self.link.open else None
 
 
 class DataPlane:
-    """See the module. `make_transport` is called in the thread; `on_peer_lost(peer, error)` likewise."""
+    """See the module. `make_transports` are called in the thread, `on_peer_lost(peer, error)` likewise.
+
+    One transport lost to a peer is the whole peer lost: what is half connected is slow in silence.
+    """
 
     def __init__(
         self,
-        make_transport: Callable[[], Transport],
+        make_transports: Sequence[Callable[[], Transport]],
         *,
         on_peer_lost: Callable[[int, HurrayError], None] = lambda _peer, _error: None,
         stall_s: float = STALL_S,
@@ -175,7 +181,7 @@ class DataPlane:
     ) -> None:
         self.incarnation: Final = uuid.uuid4().int >> 64
         self.unknown_tag_count = 0
-        self._make_transport = make_transport
+        self._make_transports = tuple(make_transports)
         self._on_peer_lost = on_peer_lost
         self._stall_s = stall_s
         self._drain_s = drain_s
@@ -185,8 +191,8 @@ class DataPlane:
         self._peers: dict[int, _Peer] = {}
         self._spare: list[Buffer] = []
         self._stopping = False
-        self._transport: Transport | None = None
-        self._parameters: TransportParameters | None = None
+        self._transports: dict[str, Transport] = {}
+        self._parameters: tuple[TransportParameters, ...] = ()
         self._next_unknown_tags = 0.0
         self._wake_lock = threading.Lock()
         self._wake_fd = -1
@@ -217,9 +223,9 @@ class DataPlane:
         return self._thread.is_alive() and not self._stopping
 
     @property
-    def parameters(self) -> TransportParameters:
-        """What peers need to connect to this side."""
-        assert self._parameters is not None, "not started"
+    def parameters(self) -> tuple[TransportParameters, ...]:
+        """What peers need to connect to this side, by each of its transports, in the order they were given."""
+        assert self._parameters, "not started"
         return self._parameters
 
     @property
@@ -236,9 +242,10 @@ class DataPlane:
         """A transfer number, never given twice in this incarnation."""
         return next(self._numbers)
 
-    def open_peer(self, peer: int, parameters: TransportParameters) -> Future[None]:
-        """Connect to a peer (an open connection to it is cut first). Fails with CapabilityMismatch or
-        PeerUnavailable."""
+    def open_peer(self, peer: int, parameters: Sequence[TransportParameters]) -> Future[None]:
+        """Connect to a peer by every transport that both sides have (open connections to it are cut first).
+
+        Fails with CapabilityMismatch, where they have none or one whose settings differ, and PeerUnavailable."""
         return self._call(lambda: self._open_peer(peer, parameters))
 
     def close_peer(self, peer: int, *, abort: bool = False) -> Future[None]:
@@ -253,9 +260,9 @@ class DataPlane:
         """Begin a transfer as its target; `number` becomes the upper 40 bits of its tags."""
         self._submit(lambda: self._begin_target(number, order))
 
-    def accept(self, number: int, transfer: int, window: int) -> None:
+    def accept(self, number: int, transfer: int, transport: str, window: int) -> None:
         """The target accepted: `transfer` is its number of it."""
-        self._submit(lambda: self._accept(number, transfer, window))
+        self._submit(lambda: self._accept(number, transfer, transport, window))
 
     def announce(self, number: int, ready_tensors: int) -> None:
         """The first `ready_tensors` tensors of a source may be sent."""
@@ -294,9 +301,12 @@ class DataPlane:
 
     def _run(self) -> None:
         try:
-            self._transport = self._make_transport()
-            self._parameters = self._transport.parameters()
+            for make in self._make_transports:
+                transport = make()
+                self._transports[transport.kind] = transport
+            self._parameters = tuple(transport.parameters() for transport in self._transports.values())
         except Exception as error:  # whatever a transport raises is why there is no data plane
+            self._close_transports()
             self._commands.clear()
             self._started.set_exception(
                 error
@@ -308,27 +318,33 @@ class DataPlane:
         try:
             with select.epoll() as poll:
                 poll.register(self._wake_fd, select.EPOLLIN)
-                poll.register(self._transport.fileno(), select.EPOLLIN)
-                self._loop(self._transport, poll)
+                for transport in self._transports.values():
+                    poll.register(transport.fileno(), select.EPOLLIN)
+                self._loop(tuple(self._transports.values()), poll)
         finally:
-            self._transport.close()
+            self._close_transports()
             with self._wake_lock:
                 os.close(self._wake_fd)
                 self._wake_fd = -1
             self._run_commands()  # late callers get an answer
 
-    def _loop(self, transport: Transport, poll: select.epoll) -> None:
+    def _close_transports(self) -> None:
+        for transport in self._transports.values():
+            transport.close()
+
+    def _loop(self, transports: Sequence[Transport], poll: select.epoll) -> None:
         active_until = 0.0
         while True:
             worked = self._run_commands()
-            worked |= transport.progress()
+            for transport in transports:
+                worked |= transport.progress()
             now = time.monotonic()
             wake_at = self._run_timers(now)
             if self._stopping and not self._transfers and not self._peers:
                 return
             if worked:
                 active_until = now + SPIN_S
-            elif (not self._transfers or now >= active_until) and transport.arm():
+            elif (not self._transfers or now >= active_until) and all(transport.arm() for transport in transports):
                 # A command that came in since it was looked for has made the eventfd readable.
                 poll.poll(None if wake_at is None else max(0.0, wake_at - time.monotonic()))
                 with suppress(BlockingIOError):
@@ -343,7 +359,6 @@ class DataPlane:
 
     def _run_timers(self, now: float) -> float | None:
         """Fire what is due; when the next timer is, or None."""
-        assert self._transport is not None
         wake_at = None
         for transfer in list(self._transfers.values()):
             at = self._check_transfer(transfer, now)
@@ -353,7 +368,8 @@ class DataPlane:
             # Looked for on a timer of its own only while peers are there to send them.
             if now >= self._next_unknown_tags:
                 self._next_unknown_tags = now + UNKNOWN_TAGS_S
-                self.unknown_tag_count += self._transport.drain_unknown(self._is_known)
+                for transport in self._transports.values():
+                    self.unknown_tag_count += transport.drain_unknown(self._is_known)
             wake_at = min(wake_at or self._next_unknown_tags, self._next_unknown_tags)
         return wake_at
 
@@ -403,21 +419,29 @@ class DataPlane:
         for peer in list(self._peers):
             self._close_peer(peer, abort=False)
 
-    def _open_peer(self, peer: int, parameters: TransportParameters) -> None:
-        assert self._transport is not None
+    def _open_peer(self, peer: int, parameters: Sequence[TransportParameters]) -> None:
         if self._stopping:
             raise DataPlaneUnavailable("the data plane is stopping")
-        self._transport.check_peer(parameters)
+        theirs = {item.kind: item for item in parameters if item.kind in self._transports}
+        if not theirs:
+            raise CapabilityMismatch(
+                "no transport in common",
+                field="transports",
+                offered=", ".join(item.kind for item in parameters),
+                required="one of " + ", ".join(self._transports),
+            )
+        for kind, item in theirs.items():
+            self._transports[kind].check_peer(item)
         if peer in self._peers:
             self._lose_peer(peer, PeerUnavailable("the peer connects anew", peer=peer), notify=False)
-        entry: _Peer | None = None
+        entry = self._peers[peer] = _Peer()
 
         def on_lost(error: HurrayError) -> None:
-            if entry is not None and entry.open:  # an old connection's end must not touch the one that replaced it
+            if entry.open:  # an old connection's end must not touch the one that replaced it
                 self._lose_peer(peer, error, notify=True)
 
-        entry = _Peer(self._transport.connect(peer, parameters, on_lost))
-        self._peers[peer] = entry
+        for kind, item in theirs.items():
+            entry.endpoints[kind] = self._transports[kind].connect(peer, item, on_lost)
 
     def _close_peer(self, peer: int, *, abort: bool) -> None:
         entry = self._peers.get(peer)
@@ -428,7 +452,8 @@ class DataPlane:
         else:
             del self._peers[peer]
             entry.open = False
-            entry.endpoint.close()
+            for endpoint in entry.endpoints.values():
+                endpoint.close()
 
     def _lose_peer(self, peer: int, error: HurrayError, *, notify: bool) -> None:
         entry = self._peers.pop(peer, None)
@@ -437,7 +462,8 @@ class DataPlane:
         entry.open = False
         for number in list(entry.transfers):
             self._feed(self._transfers[number], s.PeerLost(error))
-        entry.endpoint.abort()
+        for endpoint in entry.endpoints.values():
+            endpoint.abort()
         if notify:
             _log.warning("peer lost", peer=f"{peer:016x}", error=str(error))
             self._on_peer_lost(peer, error)
@@ -447,14 +473,14 @@ class DataPlane:
         count = len(plan.chunks)
         ready = count if order.ready_tensors is None else plan.ready_chunk_count(order.ready_tensors)
         machine = s.SourceSession(count, plan.index_chunk_count, ready, checksummed=order.hash.verifies)
-        self._begin(_Transfer(number, order, machine, None, 0.0, 0.0))
+        self._begin(_Transfer(number, order, machine, None, "", 0.0, 0.0))
 
     def _begin_target(self, number: int, order: TargetOrder) -> None:
         plan = order.payload.plan
         machine = s.TargetSession(
             len(plan.chunks), plan.index_chunk_count, order.window, checksummed=order.hash.verifies
         )
-        transfer = _Transfer(number, order, machine, number, 0.0, 0.0)
+        transfer = _Transfer(number, order, machine, number, order.transport, 0.0, 0.0)
         if self._begin(transfer):
             self._carry_out_all(transfer, machine.start())
             self._feed_queued(transfer)
@@ -475,10 +501,10 @@ class DataPlane:
             transfer.link = peer
         return not transfer.ended
 
-    def _accept(self, number: int, tag: int, window: int) -> None:
+    def _accept(self, number: int, tag: int, transport: str, window: int) -> None:
         transfer = self._transfers.get(number)
         if transfer is not None:
-            transfer.tag = tag
+            transfer.tag, transfer.transport = tag, transport
             transfer.moved_at = time.monotonic()
             self._feed(transfer, s.Accepted(window))
 

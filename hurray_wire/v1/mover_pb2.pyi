@@ -43,12 +43,12 @@ class MoverReport(_message.Message):
     def __init__(self, started: _Optional[_Union[MoverStarted, _Mapping]] = ..., peer_opened: _Optional[_Union[PeerOpened, _Mapping]] = ..., peer_closed: _Optional[_Union[PeerClosed, _Mapping]] = ..., peer_lost: _Optional[_Union[PeerLost, _Mapping]] = ..., output: _Optional[_Union[TransferOutput, _Mapping]] = ..., usage: _Optional[_Union[MoverUsage, _Mapping]] = ...) -> None: ...
 
 class OpenPeer(_message.Message):
-    __slots__ = ("peer", "transport")
+    __slots__ = ("peer", "transports")
     PEER_FIELD_NUMBER: _ClassVar[int]
-    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     peer: int
-    transport: _transfer_pb2.Transport
-    def __init__(self, peer: _Optional[int] = ..., transport: _Optional[_Union[_transfer_pb2.Transport, _Mapping]] = ...) -> None: ...
+    transports: _containers.RepeatedCompositeFieldContainer[_transfer_pb2.Transport]
+    def __init__(self, peer: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[_transfer_pb2.Transport, _Mapping]]] = ...) -> None: ...
 
 class ClosePeer(_message.Message):
     __slots__ = ("peer", "abort")

@@ -73,7 +73,7 @@ class Mover:
         self._report = report
         self._running: dict[int, _Running] = {}
         self._arena = Arena(config.arena_bytes, on_change=self._report_usage)
-        self._plane = DataPlane(lambda: UcxTransport(config.ucx), on_peer_lost=self._peer_lost)
+        self._plane = DataPlane([lambda: UcxTransport(config.ucx)], on_peer_lost=self._peer_lost)
 
     def start(self) -> mpb.MoverReport:
         """Start the data plane; the report that says so."""
@@ -84,7 +84,7 @@ class Mover:
         return mpb.MoverReport(
             started=mpb.MoverStarted(
                 incarnation=self._plane.incarnation,
-                transports=[to_transport(self._plane.parameters)],
+                transports=[to_transport(item) for item in self._plane.parameters],
                 arena=self._arena_usage(),
                 ucx=f"UCX {ucx['version']} from {ucx['path']}, transports {ucx['transports']}",
             )
@@ -129,7 +129,7 @@ class Mover:
             self._report(mpb.MoverReport(peer_opened=mpb.PeerOpened(peer=order.peer, error=status)))
 
         try:
-            parameters = read_transport(order.transport)
+            parameters = [read_transport(item) for item in order.transports]
         except HurrayError as error:
             self._report(mpb.MoverReport(peer_opened=mpb.PeerOpened(peer=order.peer, error=to_status(error))))
             return
@@ -156,6 +156,7 @@ class Mover:
             order.transfer,
             TargetOrder(
                 peer=order.peer,
+                transport=order.transport,
                 payload=payload,
                 hash=offered.hash,
                 budget_s=order.budget_s,
@@ -230,7 +231,7 @@ class Mover:
                 offered=accept.transfer,
                 required=f"< 2**{TAG_TRANSFER_BITS}",
             )
-        self._plane.accept(transfer, accept.transfer, min(accept.window, MAX_WINDOW))
+        self._plane.accept(transfer, accept.transfer, accept.transport, min(accept.window, MAX_WINDOW))
 
     # --- outputs, in the data-plane thread ----------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final, Protocol
 
@@ -115,12 +115,12 @@ class MoverLink:
 
     # --- commands -------------------------------------------------------------------------------------------------
 
-    async def open_peer(self, peer: int, transport: pb.Transport) -> None:
+    async def open_peer(self, peer: int, transports: Iterable[pb.Transport]) -> None:
         """Connect the mover to a peer. Raises DataPlaneUnavailable, CapabilityMismatch, PeerUnavailable."""
         self.require_up("session")
         self._connected.discard(peer)
         future = self._opening[peer] = asyncio.get_running_loop().create_future()
-        self._send(mpb.MoverCommand(open_peer=mpb.OpenPeer(peer=peer, transport=transport)))
+        self._send(mpb.MoverCommand(open_peer=mpb.OpenPeer(peer=peer, transports=transports)))
         try:
             await future
         finally:

@@ -60,16 +60,16 @@ class Sessions:
         """
         _check_hello(hello)
         mover = self._link.require_up("session")
-        kind = choose_transport([ours.kind for ours in mover.transports], [theirs.kind for theirs in hello.transports])
+        offered = [transport.kind for transport in hello.transports]
+        choose_transport([ours.kind for ours in mover.transports], offered)
         session = self._register(principal, hello.incarnation)
         try:
-            transport = next(theirs for theirs in hello.transports if theirs.kind == kind)
-            await self._link.open_peer(hello.incarnation, transport)
+            await self._link.open_peer(hello.incarnation, hello.transports)
         except BaseException:
             await self.close(session, abort=True)
             raise
         session.is_open = True
-        _log.info("session opened", peer=f"{hello.incarnation:016x}", address=principal.address, transport=kind)
+        _log.info("session opened", peer=f"{hello.incarnation:016x}", address=principal.address, transports=offered)
         return session, pb.Hello(
             protocol_version=PROTOCOL_VERSION, incarnation=mover.incarnation, transports=mover.transports
         )

@@ -41,10 +41,11 @@ class Pair:
         self, make_source: Callable[[], Transport], make_target: Callable[[], Transport], **timers: float
     ) -> None:
         self.lost: queue.SimpleQueue[tuple[str, int, Exception]] = queue.SimpleQueue()
-        self.source = DataPlane(make_source, on_peer_lost=lambda p, e: self.lost.put(("source", p, e)), **timers)
-        self.target = DataPlane(make_target, on_peer_lost=lambda p, e: self.lost.put(("target", p, e)), **timers)
+        self.source = DataPlane([make_source], on_peer_lost=lambda p, e: self.lost.put(("source", p, e)), **timers)
+        self.target = DataPlane([make_target], on_peer_lost=lambda p, e: self.lost.put(("target", p, e)), **timers)
         self.source.start()
         self.target.start()
+        self.kind = self.target.parameters[0].kind
         self.connect()
 
     def connect(self) -> None:
@@ -95,7 +96,8 @@ class Pair:
             number = transfer.source_number
             match output:
                 case s.TellAccept():
-                    go = lambda: self.source.accept(number, transfer.target_number, window)  # noqa: E731
+                    kind = self.kind
+                    go = lambda: self.source.accept(number, transfer.target_number, kind, window)  # noqa: E731
                 case s.TellReceipt(receipt):
                     go = lambda: self.source.post(number, s.ReceiptReceived(receipt))  # noqa: E731
                 case s.TellStop(error):
@@ -115,7 +117,9 @@ class Pair:
         )
         self.target.begin_target(
             transfer.target_number,
-            TargetOrder(self.source.incarnation, target, target_hash or hash_, budget_s, window, from_target),
+            TargetOrder(
+                self.source.incarnation, self.kind, target, target_hash or hash_, budget_s, window, from_target
+            ),
         )
         return transfer
 

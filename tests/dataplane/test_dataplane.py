@@ -333,7 +333,7 @@ def test_a_transport_that_cannot_start_is_named() -> None:
     def broken() -> MemoryTransport:
         raise CapabilityMismatch("no such device", field="net_device", offered="eth9", required="lo")
 
-    plane = DataPlane(broken)
+    plane = DataPlane([broken])
     with pytest.raises(CapabilityMismatch):
         plane.start()
     plane.stop()

@@ -126,16 +126,16 @@ def run(body: Callable[[Recorder], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-TRANSPORT = pb.Transport(kind="ucx")
+TRANSPORTS = [pb.Transport(kind="ucx")]
 
 
 def test_commands_are_answered(play: Play) -> None:
     async def body(recorder: Recorder) -> None:
         link = recorder.link
         assert await recorder.up.get() == link.require_up("s").incarnation
-        await link.open_peer(5, TRANSPORT)
+        await link.open_peer(5, TRANSPORTS)
         with pytest.raises(HurrayError, match="unlucky"):
-            await link.open_peer(13, TRANSPORT)
+            await link.open_peer(13, TRANSPORTS)
         await link.close_peer(5, abort=False)
         first, second = link.new_transfer(recorder), link.new_transfer(recorder)
         assert first != second
@@ -153,13 +153,13 @@ def test_only_the_loss_of_the_connection_that_is_open_is_told(play: Play) -> Non
     async def body(recorder: Recorder) -> None:
         link = recorder.link
         link.free(5)  # the stand-in says that peer 5 is lost
-        await link.open_peer(5, TRANSPORT)
-        await link.open_peer(6, TRANSPORT)
+        await link.open_peer(5, TRANSPORTS)
+        await link.open_peer(6, TRANSPORTS)
         link.free(5)
         await link.close_peer(6, abort=True)
         link.free(6)
         link.free(5)
-        await link.open_peer(7, TRANSPORT)
+        await link.open_peer(7, TRANSPORTS)
         assert recorder.lost.get_nowait() == 5
         assert recorder.lost.empty()
 
@@ -174,7 +174,7 @@ def test_a_mover_that_ends_or_lies_is_replaced_and_everything_that_waits_for_it_
         link.new_transfer(recorder)
         play(step)
         with pytest.raises(DataPlaneUnavailable):
-            await link.open_peer(5, TRANSPORT)
+            await link.open_peer(5, TRANSPORTS)
         assert isinstance(await recorder.outputs.get(), DataPlaneUnavailable)
         assert isinstance(await recorder.down.get(), DataPlaneUnavailable)
         assert not link.up
@@ -185,7 +185,7 @@ def test_a_mover_that_ends_or_lies_is_replaced_and_everything_that_waits_for_it_
         link.free(3)  # its memory went with it
         play("")
         assert await recorder.up.get() != old
-        await link.open_peer(5, TRANSPORT)
+        await link.open_peer(5, TRANSPORTS)
 
     run(body)
 

@@ -138,7 +138,7 @@ def test_a_session_is_refused_by_name(peer: RawClient) -> None:
     assert (error.field, error.details["offered"], error.details["required"]) == ("protocol_version", "99", "1")
     error = session_error(peer, peer.hello(incarnation=5, transports=[pb.Transport(kind="carrier pigeon")]))
     assert isinstance(error, CapabilityMismatch)
-    own = peer.plane.parameters
+    (own,) = peer.plane.parameters
     other = dict(own.settings) | {"tcp_rx_seg_size": "4096"}
     error = session_error(
         peer, peer.hello(incarnation=5, transports=[pb.Transport(kind="ucx", address=own.address, settings=other)])

@@ -138,7 +138,7 @@ class RawClient:
     def __init__(self, address: str, *, connect: bool = True) -> None:
         self.channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
         self.stub = TransferServiceStub(self.channel)
-        self.plane = DataPlane(lambda: UcxTransport(UcxConfig(first_port=UCX_PORTS[0], last_port=UCX_PORTS[1])))
+        self.plane = DataPlane([lambda: UcxTransport(UcxConfig(first_port=UCX_PORTS[0], last_port=UCX_PORTS[1]))])
         self.session: Stream | None = None
         self.peer = 0
         if connect:
@@ -164,7 +164,7 @@ class RawClient:
                 **{
                     "protocol_version": PROTOCOL_VERSION,
                     "incarnation": self.incarnation,
-                    "transports": [to_transport(self.plane.parameters)],
+                    "transports": [to_transport(item) for item in self.plane.parameters],
                 }
                 | fields
             )
@@ -176,7 +176,7 @@ class RawClient:
         welcome = self.session.read()
         assert welcome is not None, self.session.error
         self.peer = welcome.welcome.incarnation
-        self.plane.open_peer(self.peer, read_transport(welcome.welcome.transports[0])).result(WAIT_S)
+        self.plane.open_peer(self.peer, [read_transport(item) for item in welcome.welcome.transports]).result(WAIT_S)
 
     def put(
         self,
@@ -215,7 +215,7 @@ class RawClient:
             put.told.append(message.target)
             event = read_target_message(message.target)
             if isinstance(event, pb.Accept):
-                self.plane.accept(put.number, event.transfer, event.window)
+                self.plane.accept(put.number, event.transfer, event.transport, event.window)
                 put.accepted.set_result(event)
             else:
                 self.plane.post(put.number, event)

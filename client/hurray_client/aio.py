@@ -1,0 +1,181 @@
+"""The SDK's asyncio client: the synchronous one in threads of its own, with cancellation that ends the transfer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Self, TypeVar
+
+from hurray_client.call import Call
+from hurray_client.client import ChecksumName, Client, Into, connect
+from hurray_client.config import ClientConfig, load_config
+from hurray_client.info import Lease, NodeInfo, SnapshotInfo, SnapshotStat
+from hurray_client.plane import LocalDataPlane
+from hurray_client.progress import OnProgress, Progress
+from hurray_client.receipt import Receipt
+from hurray_client.transfer import ReceivedSnapshot
+from hurray_wire.errors import Misuse
+from hurray_wire.paged import BlockTables
+from hurray_wire.snapshot import KVSnapshot
+
+T = TypeVar("T")
+
+
+def aconnect(
+    target: str, *, config: ClientConfig | None = None, data_plane: LocalDataPlane | None = None
+) -> AsyncClient:
+    """`connect` for asyncio: an async context manager, which may also be used as it is and closed with `aclose`."""
+    config = config if config is not None else load_config()
+    return AsyncClient(connect(target, config=config, data_plane=data_plane), config.max_concurrency)
+
+
+class AsyncClient:
+    """A Client whose methods are coroutines. Arguments, results and errors are those of Client.
+
+    Cancelling the task of a `put` or `get` cancels the transfer; CancelledError is raised once nothing refers to the
+    pages any more, usually within milliseconds. Calls run in threads of this client, of which there are
+    `config.max_concurrency`. `on_progress` is called in the event loop.
+    """
+
+    def __init__(self, client: Client, max_concurrency: int) -> None:
+        self.client = client
+        self._threads = ThreadPoolExecutor(max_concurrency, thread_name_prefix="hurray-aio")
+
+    async def put(
+        self,
+        key: str,
+        snapshot: KVSnapshot,
+        *,
+        lease_s: float | None = None,
+        overwrite: bool = False,
+        request_id: str | None = None,
+        timeout_s: float = 60.0,
+        checksum: ChecksumName = "xxh3_64",
+        annotations: Mapping[str, str] | None = None,
+        require_transport: str | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> Receipt:
+        """See Client.put."""
+        call, report = Call(timeout_s), _in_loop(on_progress)
+        return await self._run(
+            lambda: self.client.run_put(
+                call,
+                key,
+                snapshot,
+                lease_s=lease_s,
+                overwrite=overwrite,
+                request_id=request_id,
+                checksum=checksum,
+                annotations=annotations,
+                require_transport=require_transport,
+                on_progress=report,
+            ),
+            call,
+        )
+
+    async def get(
+        self,
+        key: str,
+        *,
+        wait_s: float = 0.0,
+        consume: bool = False,
+        generation: int = 0,
+        into: Into | None = None,
+        block_tables: BlockTables | None = None,
+        timeout_s: float = 60.0,
+        require_transport: str | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> ReceivedSnapshot:
+        """See Client.get."""
+        call, report = Call(timeout_s), _in_loop(on_progress)
+        return await self._run(
+            lambda: self.client.run_get(
+                call,
+                key,
+                wait_s=wait_s,
+                consume=consume,
+                generation=generation,
+                into=into,
+                block_tables=block_tables,
+                require_transport=require_transport,
+                on_progress=report,
+            ),
+            call,
+        )
+
+    async def stat(self, key: str, *, generation: int = 0, timeout_s: float = 60.0) -> SnapshotStat:
+        """See Client.stat."""
+        return await self._run(lambda: self.client.stat(key, generation=generation, timeout_s=timeout_s))
+
+    async def list(self, prefix: str = "", *, timeout_s: float = 60.0) -> AsyncIterator[SnapshotInfo]:
+        """See Client.list."""
+        snapshots = self.client.list(prefix, timeout_s=timeout_s)
+        while (snapshot := await self._run(lambda: next(snapshots, None))) is not None:
+            yield snapshot
+
+    async def delete(self, key: str, *, generation: int = 0, timeout_s: float = 60.0) -> int:
+        """See Client.delete."""
+        return await self._run(lambda: self.client.delete(key, generation=generation, timeout_s=timeout_s))
+
+    async def renew(
+        self, key: str, *, lease_s: float | None = None, generation: int = 0, timeout_s: float = 60.0
+    ) -> Lease:
+        """See Client.renew."""
+        return await self._run(
+            lambda: self.client.renew(key, lease_s=lease_s, generation=generation, timeout_s=timeout_s)
+        )
+
+    async def node(self, *, timeout_s: float = 60.0) -> NodeInfo:
+        """See Client.node."""
+        return await self._run(lambda: self.client.node(timeout_s=timeout_s))
+
+    async def drain(self, *, deadline_s: float | None = None, timeout_s: float = 60.0) -> int:
+        """See Client.drain."""
+        return await self._run(lambda: self.client.drain(deadline_s=deadline_s, timeout_s=timeout_s))
+
+    async def aclose(self) -> None:
+        """See Client.close."""
+        await asyncio.to_thread(self.client.close)
+        self._threads.shutdown(wait=False)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def _run(self, work: Callable[[], T], call: Call | None = None) -> T:
+        """Run `work` in a thread; a cancellation of the task cancels `call`, and waits until the thread is done."""
+        try:
+            future = self._threads.submit(work)
+        except RuntimeError:
+            raise Misuse("the client is closed") from None
+        running = asyncio.wrap_future(future)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            if call is not None and not future.cancel():
+                call.cancel()
+                while not running.done():
+                    try:
+                        await asyncio.wait([running])
+                    except asyncio.CancelledError:
+                        continue  # told twice; the memory is no freer for it
+            if running.done() and not running.cancelled():
+                running.exception()  # seen, so that asyncio does not report it
+            raise
+
+
+def _in_loop(on_progress: OnProgress | None) -> OnProgress | None:
+    if on_progress is None:
+        return None
+    loop = asyncio.get_running_loop()
+
+    async def report(progress: Progress) -> None:
+        on_progress(progress)
+
+    return lambda progress: asyncio.run_coroutine_threadsafe(report(progress), loop).result()

@@ -1,0 +1,1 @@
+"""hurrayctl, the tool people type."""

@@ -1,0 +1,79 @@
+"""Settings of a client: read from the environment when `connect` is called, never when a module is imported."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+
+from hurray_wire.errors import InvalidRequest
+from hurray_wire.image import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
+from hurray_wire.limits import DEFAULT_CHUNK_BYTES, DEFAULT_WINDOW, PAGE_BYTES
+from hurray_wire.transport.ucx import UcxConfig
+
+
+class ClientConfig(BaseSettings):
+    """What a client may be told. Environment: prefix `HURRAY_`, `__` between levels (`HURRAY_UCX__NET_DEVICES`)."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="HURRAY_",
+        env_nested_delimiter="__",
+        frozen=True,
+        extra="ignore",
+        nested_model_default_partial_update=True,
+    )
+
+    ucx: UcxConfig = UcxConfig()
+    """How UCX runs. It trusts whoever reaches `net_devices`: loopback unless told otherwise."""
+
+    chunk_bytes: int = Field(
+        default=DEFAULT_CHUNK_BYTES, ge=CHUNK_BYTES_MIN, le=CHUNK_BYTES_MAX, multiple_of=PAGE_BYTES
+    )
+    """Bytes of a chunk in a put."""
+
+    window: int = Field(default=DEFAULT_WINDOW, ge=1, le=64)
+    """Chunks in flight in a get."""
+
+    retry_s: float = Field(default=10.0, ge=0)
+    """For how long an unavailable node is tried again, within the budget of the call."""
+
+    connect_timeout_s: float = Field(default=10.0, gt=0)
+    """Longest time for one attempt to connect the two data planes."""
+
+    keepalive_interval_s: float = Field(default=10.0, ge=5)
+    """Between gRPC keepalive pings while anything is open. A node refuses pings that come more often than every 5 s."""
+
+    keepalive_timeout_s: float = Field(default=5.0, gt=0)
+    """A node that leaves a ping unanswered for this long is lost."""
+
+    max_concurrency: int = Field(default=64, ge=1)
+    """Calls that one asyncio client runs at the same time; more wait."""
+
+    @field_validator("ucx", mode="before")
+    @classmethod
+    def _split_names(cls, value: Any) -> Any:
+        """A list of names in an environment variable: a,b or JSON."""
+        if not isinstance(value, dict):
+            return value
+        return {name: _names(item) if name in ("net_devices", "tls") else item for name, item in value.items()}
+
+
+def _names(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    return json.loads(value) if value.startswith("[") else [part.strip() for part in value.split(",")]
+
+
+def load_config() -> ClientConfig:
+    """The settings as the environment has them now. Raises InvalidRequest that names every wrong one."""
+    try:
+        return ClientConfig()
+    except ValidationError as error:
+        wrong = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        raise InvalidRequest(
+            "; ".join(wrong), field=".".join(map(str, error.errors()[0]["loc"])), required="a valid HURRAY_ variable"
+        ) from None
+    except SettingsError as error:  # a value that is not JSON
+        raise InvalidRequest(f"the environment cannot be read: {error}", field="HURRAY_") from None

@@ -1,0 +1,351 @@
+"""The connection to one node: its channel, the session between the two data planes, and what is asked of it alone."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from enum import Enum
+from queue import SimpleQueue
+from typing import Any, Final, TypeVar
+
+import grpc
+import structlog
+
+from hurray_client.call import Alarms, Call
+from hurray_client.config import ClientConfig
+from hurray_client.info import NodeInfo
+from hurray_client.plane import LocalDataPlane
+from hurray_wire.dataplane import DataPlane
+from hurray_wire.errors import (
+    Cancelled,
+    CapabilityMismatch,
+    HurrayError,
+    InternalError,
+    InvalidRequest,
+    Misuse,
+    NodeDraining,
+    OutcomeUnknown,
+    PeerUnavailable,
+    ProtocolViolation,
+)
+from hurray_wire.limits import Limits
+from hurray_wire.messages import PROTOCOL_VERSION, read_transport, to_transport
+from hurray_wire.status import STATUS_TRAILER, from_trailers
+from hurray_wire.v1 import transfer_pb2 as pb
+from hurray_wire.v1.transfer_pb2_grpc import TransferServiceStub
+
+_log = structlog.get_logger("hurray.client")
+
+GRACE_S: Final = 5.0
+"""How much longer than the budget a call may take on the wire: the stage that ran late is known to us, not to gRPC."""
+
+BYE_S: Final = 2.0
+"""How long an orderly close may take."""
+
+_BACKOFF_FIRST_S: Final = 0.05
+_BACKOFF_MAX_S: Final = 1.0
+
+T = TypeVar("T")
+
+
+class TryAgain(Exception):
+    """An attempt failed before the node had answered it: another may work."""
+
+    def __init__(self, error: HurrayError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def channel_options(config: ClientConfig) -> list[tuple[str, Any]]:
+    """gRPC's settings for a channel: message size, keepalive, and reconnecting soon."""
+    message_bytes = Limits().max_message_bytes
+    return [
+        ("grpc.max_send_message_length", message_bytes),
+        ("grpc.max_receive_message_length", message_bytes),
+        ("grpc.keepalive_time_ms", int(config.keepalive_interval_s * 1000)),
+        ("grpc.keepalive_timeout_ms", int(config.keepalive_timeout_s * 1000)),
+        ("grpc.keepalive_permit_without_calls", 0),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        # A proxy from the environment would see loopback calls, and could not pass keepalive on.
+        ("grpc.enable_http_proxy", 0),
+    ]
+
+
+def rpc_error(error: grpc.RpcError, *, stage: str, peer: str) -> HurrayError:
+    """The error of a call that failed."""
+    code: grpc.StatusCode = error.code()
+    return from_trailers(code.name, error.details() or "", _trailers(error), stage=stage, peer=peer)
+
+
+def has_details(error: grpc.RpcError) -> bool:
+    """Whether the node itself said what is wrong, not gRPC."""
+    return any(name == STATUS_TRAILER for name, _ in _trailers(error))
+
+
+def _trailers(error: grpc.RpcError) -> tuple[tuple[str, str | bytes], ...]:
+    trailers: Any = error.trailing_metadata()
+    return tuple(trailers or ())
+
+
+class _State(Enum):
+    OPENING = "opening"
+    OPEN = "open"
+    LOST = "lost"
+
+
+class Session:
+    """One Session stream and the data-plane connection that lives and dies with it. Its thread opens and keeps it."""
+
+    def __init__(self, node: Node) -> None:
+        self.state = _State.OPENING
+        self.error: HurrayError | None = None
+        self.peer = 0
+        self.info: NodeInfo
+        self.plane: DataPlane
+        self.transports: list[str] = []
+        self.is_passing = True
+        self._node = node
+        self._said_bye = False
+        self._outbound: SimpleQueue[pb.SessionRequest | None] = SimpleQueue()
+        self._stream: Any = None
+        self.thread = threading.Thread(target=self._run, name=f"hurray-session-{node.target}", daemon=True)
+
+    def end(self) -> None:
+        """Close it: with Bye where it is open and the node answers, else at once."""
+        if self.state is _State.OPEN:
+            self._outbound.put(pb.SessionRequest(bye=pb.Bye()))
+            self.thread.join(BYE_S)
+        self._abort()
+
+    def _abort(self) -> None:
+        stream = self._stream
+        if stream is not None:
+            stream.cancel()
+
+    def _run(self) -> None:
+        opened = False
+        try:
+            self._open()
+            opened = True
+            self._node.settle(self, _State.OPEN, None)
+            error = self._keep()
+        except grpc.RpcError as failure:
+            error = rpc_error(failure, stage="connect", peer=self._node.target)
+            if isinstance(error, Cancelled):
+                error = PeerUnavailable("the session was cut", stage="connect", peer=self._node.target)
+        except HurrayError as failure:
+            error = failure
+        except TimeoutError:
+            error = PeerUnavailable("the data plane did not connect in time", stage="connect", peer=self._node.target)
+        except Exception:
+            log_id = uuid.uuid4().hex[:12]
+            _log.exception("internal error", log_id=log_id, node=self._node.target)
+            error = InternalError("a fault of this program; its log has the cause", log_id=log_id, stage="connect")
+        self._outbound.put(None)
+        if not self._said_bye:
+            self._abort()
+        if self.peer:
+            self._node.plane.unwatch(self.peer, self._lost)
+        if opened:
+            self.plane.close_peer(self.peer, abort=not self._said_bye)
+        self.is_passing &= error.code == "UNAVAILABLE" and not isinstance(error, NodeDraining)
+        self._node.settle(self, _State.LOST, error)
+
+    def _open(self) -> None:
+        node, timeout_s = self._node, self._node.config.connect_timeout_s
+        self.info = node.ask(timeout_s)
+        self.is_passing = False  # what keeps this process's own data plane from starting stays
+        self.plane = node.plane.start()
+        self.is_passing = True
+        own = self.plane.parameters
+        hello = pb.Hello(
+            protocol_version=PROTOCOL_VERSION,
+            incarnation=self.plane.incarnation,
+            transports=[to_transport(item) for item in own],
+        )
+        self._outbound.put(pb.SessionRequest(hello=hello))
+        self._stream = node.stub.Session(iter(self._outbound.get, None))
+        late = node.alarms.after(timeout_s, self._abort)
+        try:
+            welcome = self._read_welcome(next(self._stream, None))
+            theirs = [read_transport(item) for item in welcome.transports]
+            kinds = [item.kind for item in theirs]
+            self.transports = [item.kind for item in own if item.kind in kinds]
+            self.peer = welcome.incarnation
+            node.plane.watch(self.peer, self._lost)
+            self.plane.open_peer(self.peer, theirs).result(timeout_s)
+        finally:
+            late.cancel()
+
+    def _read_welcome(self, response: pb.SessionResponse | None) -> pb.Hello:
+        if response is None or response.WhichOneof("message") != "welcome":
+            raise ProtocolViolation(
+                "the node did not answer Hello",
+                stage="connect",
+                offered="nothing" if response is None else response.WhichOneof("message"),
+                required="welcome",
+            )
+        check_version(response.welcome.protocol_version)
+        return response.welcome
+
+    def _keep(self) -> HurrayError:
+        """Stay until the stream ends; why it did."""
+        for response in self._stream:
+            if response.WhichOneof("message") == "bye":
+                self._said_bye = True
+                return Misuse("the client is closed")
+        return PeerUnavailable("the node ended the session", stage="connect", peer=self._node.target)
+
+    def _lost(self, error: HurrayError) -> None:
+        _log.warning("data-plane connection lost", node=self._node.target, error=str(error))
+        self._abort()
+
+
+def check_version(version: int) -> None:
+    """Raise CapabilityMismatch unless the node speaks this client's version of the protocol."""
+    if version != PROTOCOL_VERSION:
+        raise CapabilityMismatch(
+            "the node speaks another version of the protocol",
+            field="protocol_version",
+            offered=version,
+            required=PROTOCOL_VERSION,
+        )
+
+
+class Node:
+    """See the module. Any number of threads may use it."""
+
+    def __init__(self, target: str, config: ClientConfig, plane: LocalDataPlane) -> None:
+        if not target or any(character.isspace() for character in target):
+            raise InvalidRequest("not an address of a node", field="target", offered=repr(target), required="host:port")
+        self.target: Final = target
+        self.config: Final = config
+        self.plane: Final = plane
+        self.alarms: Final = Alarms()
+        self._channel = grpc.insecure_channel(target, channel_options(config))
+        self.stub: Final = TransferServiceStub(self._channel)
+        self._changed = threading.Condition()
+        self._session: Session | None = None
+        self._version_checked = False
+        self._closed = False
+
+    def session(self, call: Call) -> Session:
+        """The open session, opened now if there is none.
+
+        Raises TryAgain where another attempt may work, DeadlineExceeded and Cancelled of the call (stage "connect"),
+        and what makes the two sides incompatible.
+        """
+        with self._changed:
+            if self._closed:
+                raise Misuse("the client is closed")
+            session = self._session
+            if session is None or session.state is _State.LOST:
+                session = self._session = Session(self)
+                session.thread.start()
+        with call.on_cancel(self._wake), self._changed:
+            while session.state is _State.OPENING:
+                self._changed.wait(call.left_s("connect"))
+            if session.state is _State.OPEN:
+                call.left_s("connect")
+                return session
+        assert session.error is not None
+        raise TryAgain(session.error) if session.is_passing else _again(session.error)
+
+    def check(self, call: Call) -> None:
+        """Make sure, once, that the node speaks this client's version of the protocol. Raises as `ask` does."""
+        if not self._version_checked:
+            self.ask(call.left_s("connect"), call)
+
+    def unary(self, call: Call, stage: str, method: str, request: object) -> Any:
+        """The answer to one unary call. Raises the node's error, or TryAgain where gRPC found no node."""
+        future = getattr(self.stub, method).future(request, timeout=call.left_s(stage))
+        with call.on_cancel(future.cancel):
+            try:
+                return future.result()
+            except grpc.FutureCancelledError:
+                raise Cancelled("the call was cancelled", stage=stage) from None
+            except grpc.RpcError as error:
+                raise self._failure(error, call, stage) from None
+
+    def ask(self, timeout_s: float, call: Call | None = None) -> NodeInfo:
+        """What the node is. Raises CapabilityMismatch for a version of the protocol that this client does not speak,
+        TryAgain for a node that cannot be reached."""
+        try:
+            answer: pb.GetNodeResponse = self.stub.GetNode(pb.GetNodeRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise self._failure(error, call, "connect") from None
+        check_version(answer.protocol_version)
+        self._version_checked = True
+        return NodeInfo.from_proto(answer)
+
+    def _failure(self, error: grpc.RpcError, call: Call | None, stage: str) -> Exception:
+        if call is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not has_details(error):
+            return call.late(stage)
+        failure = rpc_error(error, stage=stage, peer=self.target)
+        return TryAgain(failure) if call is not None and is_passing(failure) else failure
+
+    def close(self) -> None:
+        """End the session in an orderly way, then the channel. Transfers have ended before. Safe to call twice."""
+        with self._changed:
+            self._closed = True
+            session, self._session = self._session, None
+        if session is not None:
+            session.end()
+        self.alarms.close()
+        self._channel.close()
+        if session is not None:
+            session.thread.join()
+
+    def settle(self, session: Session, state: _State, error: HurrayError | None) -> None:
+        """The session's thread says what became of it."""
+        with self._changed:
+            session.state, session.error = state, error
+            self._changed.notify_all()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+def is_passing(error: HurrayError) -> bool:
+    """Whether the same may work a little later."""
+    return error.code == "UNAVAILABLE" and not isinstance(error, NodeDraining)
+
+
+def _again(error: HurrayError) -> HurrayError:
+    """The error anew: one that many threads raise must not gather the traceback of all of them."""
+    copy = type(error)(error.message, retry_after_s=error.retry_after_s)
+    copy.details.update(error.details)
+    return copy
+
+
+def retrying(call: Call, retry_s: float, attempt: Callable[[], T]) -> T:
+    """What `attempt` returns; while it raises TryAgain it is run again, for `retry_s` within the budget of the call.
+
+    An outcome that is not known is worth the whole budget: only another attempt with the same request id tells.
+    """
+    unknown: OutcomeUnknown | None = None
+    give_up_at: float | None = None
+    delay_s = _BACKOFF_FIRST_S
+    while True:
+        try:
+            return attempt()
+        except OutcomeUnknown as error:
+            unknown = error
+            failure: HurrayError = error
+        except TryAgain as again:
+            failure = unknown or _again(again.error)
+        pause_s = max(failure.retry_after_s or 0.0, delay_s * random.uniform(0.5, 1.0))  # noqa: S311 -- no secret
+        if give_up_at is None:
+            give_up_at = time.monotonic() + retry_s
+        if call.cancelled:
+            call.left_s(failure.stage or "connect")
+        if (unknown is None and time.monotonic() + pause_s > give_up_at) or not call.can_wait(pause_s):
+            raise failure
+        call.pause(pause_s)
+        delay_s = min(2 * delay_s, _BACKOFF_MAX_S)

@@ -1,0 +1,98 @@
+"""This process's data plane: one thread and one transport for all of a process's clients that share it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from hurray_client.config import ClientConfig, load_config
+from hurray_wire.dataplane import DataPlane
+from hurray_wire.errors import HurrayError, Misuse
+from hurray_wire.transport.base import Transport
+from hurray_wire.transport.ucx import UcxTransport
+
+if TYPE_CHECKING:
+    from hurray_client.node import Node
+
+
+class LocalDataPlane:
+    """A data plane that starts with the first transfer that needs it.
+
+    Every client has one of its own unless `connect(data_plane=)` gives it one to share, whose owner closes it after
+    the clients. Clients that share one share the connection to each node, too, and must reach it by one name: a node
+    keeps one connection per data plane.
+    """
+
+    def __init__(
+        self, config: ClientConfig | None = None, *, make_transport: Callable[[], Transport] | None = None
+    ) -> None:
+        """`config`: as the environment has it unless given. `make_transport` replaces UCX, for tests."""
+        config = config if config is not None else load_config()
+        ucx = config.ucx
+        self._make_transport = make_transport or (lambda: UcxTransport(ucx))
+        self._lock = threading.Lock()
+        self._running: DataPlane | None = None
+        self._nodes: dict[str, tuple[Node, int]] = {}
+        self._watchers: dict[int, Callable[[HurrayError], None]] = {}
+        self._closed = False
+        self._pid = os.getpid()
+
+    def start(self) -> DataPlane:
+        """The data plane, running. One that has ended of itself is replaced, under a new incarnation.
+
+        Raises Misuse after `close`, DataPlaneUnavailable where the transport does not start.
+        """
+        with self._lock:
+            if self._closed:
+                raise Misuse("the data plane is closed")
+            if self._running is None or not self._running.running:
+                running = DataPlane([self._make_transport], on_peer_lost=self._lost)
+                running.start()
+                if self._running is None:
+                    atexit.register(self.close)
+                self._running = running
+            return self._running
+
+    def attach(self, target: str, make: Callable[[], Node]) -> Node:
+        """The connection to a node, made if nobody has one. Each `attach` takes one `detach`."""
+        with self._lock:
+            if self._closed:
+                raise Misuse("the data plane is closed")
+            node, users = self._nodes.get(target) or (make(), 0)
+            self._nodes[target] = node, users + 1
+            return node
+
+    def detach(self, target: str) -> None:
+        """Close the connection to a node if nobody else has it."""
+        with self._lock:
+            node, users = self._nodes.pop(target)
+            if users > 1:
+                self._nodes[target] = node, users - 1
+                return
+        node.close()
+
+    def watch(self, peer: int, lost: Callable[[HurrayError], None]) -> None:
+        """`lost` is called, in the data-plane thread, when the connection to this peer is lost."""
+        self._watchers[peer] = lost
+
+    def unwatch(self, peer: int, lost: Callable[[HurrayError], None]) -> None:
+        """`lost` is called no more."""
+        if self._watchers.get(peer) is lost:
+            del self._watchers[peer]
+
+    def close(self) -> None:
+        """Fail what still runs, close every connection, end the thread. Safe to call twice."""
+        with self._lock:
+            self._closed = True
+            running, self._running = self._running, None
+        if running is not None and self._pid == os.getpid():  # in a forked child there is no thread to end
+            running.stop()
+            atexit.unregister(self.close)
+
+    def _lost(self, peer: int, error: HurrayError) -> None:
+        watcher = self._watchers.get(peer)
+        if watcher is not None:
+            watcher(error)

@@ -1,0 +1,493 @@
+"""Put and get: one gRPC stream and one session machine each, brought together.
+
+The caller's thread reads the stream and hands what the node says to the data plane; the data-plane thread hands what
+the machine says to the stream. The machine decides. A transfer is over when both the machine has ended, so that no
+memory is in use any more, and the stream has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+from typing import Any, Final, cast
+
+import grpc
+import numpy as np
+from google.protobuf.duration_pb2 import Duration
+
+from hurray_client.call import Alarm, Call
+from hurray_client.node import GRACE_S, Node, Session, TryAgain, has_details, is_passing, rpc_error
+from hurray_client.progress import Counted, OnProgress, Reporter
+from hurray_client.receipt import Receipt
+from hurray_wire import session as s
+from hurray_wire.checksum import Hash
+from hurray_wire.dataplane import DataPlane, Ended, Listener, Output, PrepareCommit, SourceOrder, TargetOrder
+from hurray_wire.destination import Destination
+from hurray_wire.errors import (
+    Cancelled,
+    CapabilityMismatch,
+    DataPlaneUnavailable,
+    HurrayError,
+    InvalidRequest,
+    ProtocolViolation,
+)
+from hurray_wire.image import ImagePlan, plan_image
+from hurray_wire.limits import Limits
+from hurray_wire.memory import aligned_empty
+from hurray_wire.messages import (
+    OfferedSnapshot,
+    check_key,
+    check_request_id,
+    choose_transport,
+    read_offer,
+    read_source_message,
+    read_target_message,
+    to_duration,
+    to_source_message,
+    to_target_message,
+)
+from hurray_wire.pages import runs
+from hurray_wire.payload import ImageTarget, OwnMemory, ScatterTarget, SnapshotSource, SourcePayload, TargetPayload
+from hurray_wire.prepare import PreparedSnapshot
+from hurray_wire.snapshot import KVSnapshot, KVTensor
+from hurray_wire.status import from_status, to_status
+from hurray_wire.v1 import transfer_pb2 as pb
+
+DURATION_MAX_S: Final = 3650 * 86400.0
+"""Ten years: what nodes take."""
+
+SETTLE_S: Final = 2.0
+"""How long the node may take to end the stream of a transfer that has ended here, draining included."""
+
+SETTLE_LEAST_S: Final = 0.2
+
+_DRAIN: Final = s.SourcePhase.SETTLING.value
+"""Stage of a failed transfer whose memory is not free yet; the same at source and target."""
+
+
+class ReceivedSnapshot(KVSnapshot):
+    """A snapshot that a get brought, in memory of this process: it outlives the client. `receipt` tells how it came."""
+
+    receipt: Receipt
+
+    @classmethod
+    def of(cls, snapshot: KVSnapshot, receipt: Receipt) -> ReceivedSnapshot:
+        """The same tensors, with the receipt."""
+        received = cls(snapshot.tensors, snapshot.structure)
+        received.receipt = receipt
+        return received
+
+
+def optional_duration(seconds: float | None, field_name: str) -> Duration | None:
+    """A duration for the wire, or None. Raises InvalidRequest for one that is negative or not finite."""
+    if seconds is None:
+        return None
+    if not (math.isfinite(seconds) and 0 <= seconds <= DURATION_MAX_S):
+        raise InvalidRequest(
+            "duration out of range",
+            field=field_name,
+            offered=seconds,
+            required=f"0 to {DURATION_MAX_S:g} s",
+        )
+    return to_duration(seconds)
+
+
+def check_generation(generation: int) -> None:
+    """Raise InvalidRequest unless it can be a generation, or 0 for the newest."""
+    if not 0 <= generation < 1 << 64:
+        raise InvalidRequest("not a generation", field="generation", offered=generation, required="0 to 2**64 - 1")
+
+
+@dataclass(frozen=True)
+class PutOrder:
+    """What a put asks for. All attempts of one put are alike."""
+
+    key: str
+    prepared: PreparedSnapshot
+    request_id: str
+    hash: Hash
+    lease_s: float | None = None
+    overwrite: bool = False
+    annotations: dict[str, str] = field(default_factory=dict)
+    require_transport: str | None = None
+    on_progress: OnProgress | None = None
+
+    def __post_init__(self) -> None:
+        check_key(self.key)
+        check_request_id(self.request_id)
+
+    def offer(self, plan: ImagePlan, incarnation: int, transports: list[str]) -> pb.Offer:
+        """As it is told to the node."""
+        return pb.Offer(
+            request_id=self.request_id,
+            key=self.key,
+            lease=optional_duration(self.lease_s, "lease_s"),
+            overwrite=self.overwrite,
+            incarnation=incarnation,
+            tensors=[pb.TensorOffer(descriptor=descriptor.encode()) for descriptor in plan.descriptors],
+            token_counts=self.prepared.structure.token_counts.tolist(),
+            transports=transports,
+            checksum=cast("pb.Checksum", self.hash.number),
+            chunk_bytes=plan.chunk_bytes,
+            annotations=self.annotations,
+        )
+
+
+@dataclass(frozen=True)
+class GetOrder:
+    """What a get asks for."""
+
+    key: str
+    request_id: str
+    wait_s: float = 0.0
+    consume: bool = False
+    generation: int = 0
+    destination: Destination | None = None
+    require_transport: str | None = None
+    on_progress: OnProgress | None = None
+
+    def __post_init__(self) -> None:
+        check_key(self.key)
+        check_request_id(self.request_id)
+        check_generation(self.generation)
+
+    def open(self, incarnation: int, transports: list[str]) -> pb.GetOpen:
+        """As it is told to the node."""
+        return pb.GetOpen(
+            key=self.key,
+            generation=self.generation,
+            wait=optional_duration(self.wait_s or None, "wait_s"),
+            consume=self.consume,
+            incarnation=incarnation,
+            transports=transports,
+            request_id=self.request_id,
+        )
+
+
+class _Exchange:
+    """One stream and one machine: messages go out through `tell`, the machine's end comes back through `ended`."""
+
+    def __init__(self, node: Node, session: Session, refusal: Callable[[HurrayError], s.Event]) -> None:
+        """`refusal`: what it means to the machine that the node itself ended the stream with this error."""
+        self.node = node
+        self._refusal = refusal
+        self.plane: DataPlane = session.plane
+        self.number = session.plane.new_transfer()
+        self.ended: Future[Ended] = Future()
+        self.accepted = False
+        self.stream: Any = None
+        self._outbound: SimpleQueue[Any] = SimpleQueue()
+        self._settle_alarm: Alarm | None = None
+
+    def tell(self, message: Any) -> None:
+        """Send a message to the node."""
+        self._outbound.put(message)
+
+    def finish(self, settle_s: float = SETTLE_S) -> None:
+        """Nothing more will be told: the node has this long to end the stream."""
+        self._outbound.put(None)
+        self._settle_alarm = self.node.alarms.after(settle_s, self.cut)
+
+    def cut(self) -> None:
+        """End the stream now."""
+        if self.stream is not None:
+            self.stream.cancel()
+
+    def begin(self, method: Any, budget_s: float) -> None:
+        """Open the stream. Its deadline is later than the machine's, which knows the stage."""
+        self.stream = method(iter(self._outbound.get, None), timeout=budget_s + GRACE_S)
+
+    def listener(self, encode: Callable[[Output], Any]) -> Listener:
+        """Where the machine's outputs go: to the node, as `encode` says them (None: not at all)."""
+
+        def listen(output: Output) -> None:
+            if isinstance(output, Ended):
+                drain_s = sum(seconds for stage, seconds in output.stages if stage == _DRAIN)
+                self.finish(max(SETTLE_LEAST_S, SETTLE_S - drain_s))
+                self.ended.set_result(output)
+                return
+            message = encode(output)
+            if message is not None:
+                self._outbound.put(message)
+
+        return listen
+
+    def post(self, event: s.Event) -> None:
+        """Feed the machine."""
+        self.plane.post(self.number, event)
+
+    def cancel(self) -> None:
+        """The caller gives up."""
+        self.post(s.Failed(Cancelled("the call was cancelled")))
+
+    def run(self, call: Call, take: Callable[[Any], None]) -> Ended:
+        """Read the stream until it ends, handing each message to `take`; then how the machine ended."""
+        try:
+            with call.on_cancel(self.cancel):
+                try:
+                    self._read(take)
+                except BaseException:
+                    # The caller's thread is interrupted: memory may be in use until the transfer has settled.
+                    self.cancel()
+                    self._read(take)
+                    self._wait()
+                    raise
+                return self._wait()
+        finally:
+            if self._settle_alarm is not None:
+                self._settle_alarm.cancel()
+
+    def refuse(self, message: Any) -> None:
+        """Before the machine has begun: tell the node why not, and wait until the node is done with it."""
+        self.tell(message)
+        self.drop()
+
+    def drop(self) -> None:
+        """Before the machine has begun: wait until the node is done with the transfer."""
+        self.finish()
+        with suppress(grpc.RpcError):
+            for _ in self.stream:
+                pass
+        assert self._settle_alarm is not None
+        self._settle_alarm.cancel()
+
+    def _read(self, take: Callable[[Any], None]) -> None:
+        try:
+            for message in self.stream:
+                try:
+                    take(message)
+                except HurrayError as error:
+                    self.post(s.Failed(error))
+        except grpc.RpcError as failure:
+            self._end_of_stream(failure)
+        self.post(s.StreamLost())
+
+    def _end_of_stream(self, failure: grpc.RpcError) -> None:
+        """Tell the machine what the status says: without details of the node it is no more than a broken stream, unless
+        gRPC itself refused something."""
+        error = rpc_error(failure, stage="pages" if self.accepted else "offer", peer=self.node.target)
+        if has_details(failure):
+            self.post(self._refusal(error))
+        elif error.code not in ("CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE"):
+            self.post(s.Failed(error))
+
+    def _wait(self) -> Ended:
+        while True:
+            try:
+                return self.ended.result(1.0)
+            except TimeoutError:
+                if not self.plane.running:
+                    raise DataPlaneUnavailable("the data plane of this process is gone", stage="drain") from None
+
+
+def _usable_transports(session: Session, required: str | None) -> list[str]:
+    if required is None:
+        return session.transports
+    if required not in session.transports:
+        raise CapabilityMismatch(
+            "the required transport does not connect this client and the node",
+            field="require_transport",
+            offered=", ".join(session.transports),
+            required=required,
+        )
+    return [required]
+
+
+def put_once(node: Node, call: Call, order: PutOrder) -> Receipt:
+    """One attempt to put. Raises TryAgain where another may work, OutcomeUnknown where only another can tell."""
+    session = node.session(call)
+    transports = _usable_transports(session, order.require_transport)
+    descriptors = [tensor.descriptor for tensor in order.prepared.tensors]
+    plan = plan_image(descriptors, node.config.chunk_bytes, Limits())
+    exchange = _Exchange(node, session, s.PeerStopped)
+    payload: SourcePayload = SnapshotSource(order.prepared, plan)
+    reporter = Reporter(call, order.on_progress, plan.wire_bytes) if order.on_progress is not None else None
+    if reporter is not None:
+        payload = cast("SourcePayload", Counted(payload, reporter))
+
+    def take(response: pb.PutResponse) -> None:
+        message = read_target_message(response.target)
+        if isinstance(message, pb.Accept):
+            if message.transport not in transports:
+                raise ProtocolViolation(
+                    "the node chose a transport that was not offered",
+                    field="transport",
+                    offered=message.transport,
+                    required=", ".join(transports),
+                )
+            exchange.accepted = True
+            exchange.plane.accept(exchange.number, message.transfer, message.transport, message.window)
+        else:
+            exchange.post(message)
+
+    def encode(output: Output) -> pb.PutRequest:
+        return pb.PutRequest(source=to_source_message(output))
+
+    with reporter or nullcontext():
+        offer = order.offer(plan, session.plane.incarnation, transports)
+        budget_s = call.left_s("offer")
+        exchange.tell(pb.PutRequest(source=pb.SourceMessage(offer=offer)))
+        exchange.begin(node.stub.Put, budget_s)
+        exchange.plane.begin_source(
+            exchange.number, SourceOrder(session.peer, payload, order.hash, budget_s, exchange.listener(encode))
+        )
+        ended = exchange.run(call, take)
+        _raise_if_failed(exchange, ended)
+    return Receipt.from_proto(ended.receipt)
+
+
+def get_once(node: Node, call: Call, order: GetOrder) -> ReceivedSnapshot:
+    """One attempt to get. Raises TryAgain where another may work."""
+    session = node.session(call)
+    transports = _usable_transports(session, order.require_transport)
+    exchange = _Exchange(node, session, s.Failed)
+    budget_s = call.left_s("offer")
+    exchange.tell(pb.GetRequest(open=order.open(session.plane.incarnation, transports)))
+    exchange.begin(node.stub.Get, budget_s)
+    offer = _await_offer(exchange, call, "wait" if order.wait_s else "offer")
+    try:
+        transport = choose_transport(transports, offer.transports)
+        offered = _check_offer(order, offer)
+        landing = _Landing(order.destination, offered)
+        budget_s = call.left_s("offer")
+    except HurrayError as error:
+        exchange.refuse(pb.GetRequest(target=pb.TargetMessage(stop=pb.Stop(error=to_status(error)))))
+        raise
+    reporter = Reporter(call, order.on_progress, offered.plan.wire_bytes) if order.on_progress is not None else None
+    payload: TargetPayload = landing.payload
+    if reporter is not None:
+        payload = cast("TargetPayload", Counted(payload, reporter))
+    accept = pb.Accept(transfer=exchange.number, transport=transport, window=node.config.window)
+
+    def encode(output: Output) -> pb.GetRequest | None:
+        if isinstance(output, PrepareCommit):
+            # Nobody else can see this memory: being complete and valid is all there is to its commit.
+            exchange.post(s.Committed(_own_receipt(offer, output, transport)))
+            return None
+        return pb.GetRequest(target=to_target_message(output, lambda: accept))
+
+    with reporter or nullcontext():
+        exchange.accepted = True
+        target = TargetOrder(
+            session.peer, transport, payload, offered.hash, budget_s, node.config.window, exchange.listener(encode)
+        )
+        exchange.plane.begin_target(exchange.number, target)
+        ended = exchange.run(call, lambda response: exchange.post(read_source_message(response.source)))
+        if ended.error is not None:
+            landing.explain(ended.error)
+        _raise_if_failed(exchange, ended)
+    receipt = replace(Receipt.from_proto(ended.receipt), node=session.info.node)
+    return ReceivedSnapshot.of(landing.snapshot(), receipt)
+
+
+def _raise_if_failed(exchange: _Exchange, ended: Ended) -> None:
+    error = ended.error
+    if error is not None:
+        if error.code in ("CANCELLED", "UNAVAILABLE"):
+            passed = [stage for stage, _ in ended.stages if stage != _DRAIN]
+            error.details.setdefault("stage", passed[-1] if passed else "offer")
+            error.details.setdefault("peer", exchange.node.target)
+        raise TryAgain(error) if is_passing(error) and not exchange.accepted else error
+
+
+def _await_offer(exchange: _Exchange, call: Call, stage: str) -> pb.Offer:
+    """The first message of a get: until it comes there is no machine that keeps the time."""
+    late = exchange.node.alarms.after(call.left_s(stage), exchange.cut)
+    try:
+        with call.on_cancel(exchange.cut):
+            response: pb.GetResponse | None = next(exchange.stream, None)
+    except grpc.RpcError as failure:
+        exchange.tell(None)
+        if not has_details(failure):
+            call.left_s(stage)
+        error = rpc_error(failure, stage=stage, peer=exchange.node.target)
+        raise TryAgain(error) if is_passing(error) else error from None
+    except BaseException:
+        exchange.tell(None)
+        exchange.cut()
+        raise
+    finally:
+        late.cancel()
+    message = pb.SourceMessage() if response is None else response.source
+    kind = message.WhichOneof("message")
+    if kind == "offer":
+        return message.offer
+    exchange.drop()
+    if kind == "stop":
+        error = from_status(message.stop.error)
+        raise TryAgain(error) if is_passing(error) else error
+    raise ProtocolViolation("unexpected message", offered=kind or "nothing", required="offer", stage=stage)
+
+
+def _check_offer(order: GetOrder, offer: pb.Offer) -> OfferedSnapshot:
+    """Check what the node offers, before a byte of it moves. Raises what is wrong with it."""
+    for field_name, offered, required in (
+        ("key", offer.key, order.key),
+        ("generation", offer.generation, order.generation or offer.generation),
+    ):
+        if offered != required:
+            raise ProtocolViolation(
+                "the node offers another snapshot", field=field_name, offered=offered, required=required
+            )
+    checked = read_offer(offer, Limits())
+    if order.destination is not None:
+        order.destination.check(checked.descriptors, checked.token_counts)
+    return checked
+
+
+class _Landing:
+    """Where a get's bytes go: memory of its own, or the caller's pages."""
+
+    def __init__(self, destination: Destination | None, offered: OfferedSnapshot) -> None:
+        self._destination = destination
+        plan, counts = offered.plan, offered.token_counts
+        self.payload: ImageTarget | ScatterTarget
+        if destination is None:
+            self.payload = ImageTarget(plan, counts, OwnMemory(aligned_empty))
+        else:
+            self.payload = ScatterTarget(plan, counts, destination, aligned_empty)
+
+    def snapshot(self) -> KVSnapshot:
+        """What has arrived. After the commit."""
+        payload = self.payload
+        if self._destination is not None:
+            return self._destination.snapshot()
+        assert isinstance(payload, ImageTarget)
+        assert payload.structure is not None
+        tensors = [
+            KVTensor(descriptor, payload.buffer(number, 0), tuple(payload.buffers(number)[3:]))
+            for number, descriptor in enumerate(payload.summary().descriptors)
+        ]
+        return KVSnapshot(tensors, payload.structure)
+
+    def explain(self, error: HurrayError) -> None:
+        """Add to the error of a failed get which pages of the caller it has cost."""
+        pages = self.payload.touched_pages if isinstance(self.payload, ScatterTarget) else None
+        if pages is not None:
+            parts = (f"{first}-{first + count - 1}" for _, first, count in runs(np.sort(pages)).tolist())
+            error.details["cleared_pages"] = ",".join(parts)
+
+
+def _own_receipt(offer: pb.Offer, prepared: PrepareCommit, transport: str) -> pb.Receipt:
+    """The receipt of a get: told to the node, and given to the caller."""
+    summary = prepared.summary
+    return pb.Receipt(
+        request_id=offer.request_id,
+        key=offer.key,
+        generation=offer.generation,
+        wire_bytes=summary.wire_bytes,
+        tensor_count=len(summary.descriptors),
+        logical_page_count=summary.logical_page_count,
+        distinct_page_count=summary.distinct_page_count,
+        dead_slot_count=summary.dead_slot_count,
+        dirty_dead_slot_count=summary.dirty_dead_slot_count,
+        verified_chunk_count=prepared.verified_chunk_count,
+        checksum=offer.checksum,
+        transport=transport,
+        stages=[pb.StageTime(stage=name, duration=to_duration(seconds)) for name, seconds in prepared.stages],
+        volatile_memory=True,
+    )

@@ -1,0 +1,148 @@
+"""hurrayctl as people and programs run it: output, JSON, exit statuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hurray_client as ht
+from hurray_wire.hrry import load_hrry, save_hrry
+from sdk.snapshots import assert_same_tokens, make_snapshot
+from support.daemon import RunningDaemon, environment
+
+MANIFEST = Path(__file__).parents[1] / "format" / "vectors" / "manifest.json"
+
+
+def hurrayctl(*arguments: str | Path, status: int = 0, stdin: bytes | None = None, **env: str) -> str:
+    """Run a command, check its exit status, and return what it printed."""
+    done = subprocess.run(
+        [Path(sys.executable).with_name("hurrayctl"), *map(str, arguments)],
+        input=stdin,
+        capture_output=True,
+        env=environment(COLUMNS="200", **env),
+        timeout=60,
+        check=False,
+    )
+    output = done.stdout.decode()
+    assert done.returncode == status, (done.returncode, output, done.stderr.decode())
+    return output if status == 0 or output else done.stderr.decode()
+
+
+def as_json(*arguments: str | Path, status: int = 0, **env: str) -> Any:
+    return json.loads(hurrayctl(*arguments, "--json", status=status, **env))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    save_hrry(tmp_path / "in.hrry", make_snapshot())
+    return tmp_path / "in.hrry"
+
+
+def test_a_snapshot_there_and_back(daemon: RunningDaemon, client: ht.Client, file: Path, tmp_path: Path) -> None:
+    target = ("-t", daemon.address)
+    receipt = as_json("put", file, "-k", "cli/1", *target, "--lease", "30", "-a", "model=tiny")
+    assert (receipt["key"], receipt["transport"], receipt["dirty_dead_slot_count"]) == ("cli/1", "ucx", 0)
+    assert receipt["stages"][0]["stage"] == "reserve"
+
+    (listed,) = as_json("ls", "cli/", *target)
+    stat = as_json("stat", "cli/1", *target)
+    assert listed["generation"] == stat["generation"] == receipt["generation"]
+    assert stat["annotations"] == {"model": "tiny"}
+    assert stat["token_counts"] == [10, 7, 0]
+    assert [tensor["kv_role"] for tensor in stat["tensors"]] == ["key", "value"] * 2
+
+    lease = as_json("renew", "cli/1", "--lease", "60", *target)
+    assert lease["expire_time"] > receipt["expire_time"]
+    got = as_json("get", "cli/1", "-o", tmp_path / "out.hrry", *target)
+    assert got["generation"] == receipt["generation"]
+    assert_same_tokens(load_hrry(tmp_path / "out.hrry"), make_snapshot())
+
+    assert as_json("rm", "cli/1", *target) == [{"key": "cli/1", "generation": receipt["generation"]}]
+    assert as_json("ls", *target) == []
+    assert as_json("node", *target)["node"] == "test"
+
+
+def test_for_people(daemon: RunningDaemon, client: ht.Client, file: Path, tmp_path: Path) -> None:
+    env = {"HURRAY_TARGET": daemon.address}
+    shown = hurrayctl("put", file, "-k", "cli/[red]2", "--no-checksum", **env)
+    assert "cli/[red]2" in shown
+    assert "pages" in shown
+    assert "none" in shown
+    shown = hurrayctl("ls", **env)
+    assert "cli/[red]2" in shown
+    assert "17" in shown
+    assert "float16" in hurrayctl("stat", "cli/[red]2", **env)
+    assert "ucx" in hurrayctl("get", "cli/[red]2", "-o", tmp_path / "o.hrry", "--consume", "--wait", "1", **env)
+    shown = hurrayctl("stat", "cli/[red]2", status=3, **env)
+    assert shown.startswith("KEY_DELETED: ")
+    assert "arena.free_bytes" in hurrayctl("node", **env)
+
+
+def test_failures_have_statuses(daemon: RunningDaemon, client: ht.Client, file: Path, tmp_path: Path) -> None:
+    target = ("-t", daemon.address)
+    error = as_json("get", "cli/none", "-o", tmp_path / "o.hrry", *target, status=3)["error"]
+    assert (error["reason"], error["code"], error["details"]["key"]) == ("KEY_NOT_FOUND", "NOT_FOUND", "cli/none")
+    assert not (tmp_path / "o.hrry").exists()
+    as_json("put", file, "-k", "cli/3", *target)
+    assert as_json("put", file, "-k", "cli/3", *target, status=1)["error"]["reason"] == "KEY_EXISTS"
+    as_json("put", file, "-k", "cli/3", "--overwrite", *target)
+    error = as_json("put", file, "-k", "x\ny", *target, status=1)["error"]
+    assert error["details"]["field"] == "key"
+    error = as_json("put", file, "-k", "cli/4", "--require-transport", "shm", *target, status=1)["error"]
+    assert error["reason"] == "CAPABILITY_MISMATCH"
+    error = as_json("ls", "-t", "127.0.0.1:1", "--timeout", "0.5", status=4)["error"]
+    assert error["details"]["stage"] == "connect"
+    assert as_json("put", file, "-k", "k", "--token-counts", "six", *target, status=1)["error"]["code"] == (
+        "INVALID_ARGUMENT"
+    )
+    as_json("ls", *target, HURRAY_RETRY_S="-1", status=1)
+
+
+def test_wrong_command_lines_are_status_2(tmp_path: Path) -> None:
+    hurrayctl("frobnicate", status=2)
+    hurrayctl("put", tmp_path / "missing.hrry", "-k", "k", status=2)
+    hurrayctl("get", "k", status=2)
+
+
+@pytest.mark.parametrize(
+    "command", ["put", "get", "ls", "stat", "rm", "renew", "node", "drain", "inspect", "conformance"]
+)
+def test_help_of_every_command(command: str) -> None:
+    shown = hurrayctl(command, "--help")
+    assert "--json" in shown
+    assert "Usage: hurrayctl" in shown
+
+
+def test_inspect(client: ht.Client, tmp_path: Path) -> None:
+    client.put("cli/inspect", make_snapshot())
+    data = client.stat("cli/inspect").descriptors[0].encode()
+    (tmp_path / "descriptor.bin").write_bytes(data)
+    shown = hurrayctl("inspect", tmp_path / "descriptor.bin")
+    assert "page_size" in shown
+    assert hurrayctl("inspect", "-", stdin=data.hex().encode()) == shown
+    assert as_json("inspect", tmp_path / "descriptor.bin")["valid"] is True
+    (tmp_path / "broken.bin").write_bytes(b"XXXX" + data[4:])
+    assert "H1" in hurrayctl("inspect", tmp_path / "broken.bin", status=1)
+    assert as_json("inspect", tmp_path / "broken.bin", status=1)["error"]["rule"] == "H1"
+    as_json("inspect", tmp_path / "missing.bin", status=1)
+
+
+def test_conformance(tmp_path: Path) -> None:
+    lines = hurrayctl("conformance", MANIFEST).splitlines()
+    assert lines[-1].endswith(" passed, 0 failed")
+    manifest = json.loads(MANIFEST.read_bytes())
+    right = manifest["valid"][:2]
+    wrong = {**right[0], "id": "not so", "decoded": {**right[0]["decoded"], "page_size": 77}}
+    manifest.update(valid=[*right, wrong], invalid=[], semantic=[])
+    (tmp_path / "wrong.json").write_text(json.dumps(manifest))
+    lines = hurrayctl("conformance", tmp_path / "wrong.json", status=1).splitlines()
+    assert lines[-1] == "2 passed, 1 failed"
+    assert lines[0].startswith("not so")
+    assert as_json("conformance", tmp_path / "wrong.json", status=1)["failed"] == 1
+    (tmp_path / "none.json").write_text("[]")
+    hurrayctl("conformance", tmp_path / "none.json", status=1)
