@@ -65,6 +65,9 @@ SETTLE_S: Final = 2.0
 
 SETTLE_LEAST_S: Final = 0.2
 
+STOP_S: Final = 10.0
+"""How long a data plane that stops may take to end a transfer, twice its drains and more."""
+
 _DRAIN: Final = s.SourcePhase.SETTLING.value
 """Stage of a failed transfer whose memory is not free yet; the same at source and target."""
 
@@ -276,12 +279,13 @@ class _Exchange:
             self.post(s.Failed(error))
 
     def _wait(self) -> Ended:
-        while True:
-            try:
+        while self.plane.running:
+            with suppress(TimeoutError):
                 return self.ended.result(1.0)
-            except TimeoutError:
-                if not self.plane.running:
-                    raise DataPlaneUnavailable("the data plane of this process is gone", stage="drain") from None
+        try:
+            return self.ended.result(STOP_S)  # one that stops ends its transfers first
+        except TimeoutError:
+            raise DataPlaneUnavailable("the data plane of this process is gone", stage="drain") from None
 
 
 def _usable_transports(session: Session, required: str | None) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 import hurray_client as ht
+from sdk.ports import WIDE_PORTS
 from support.daemon import RunningDaemon, running_daemon
 
 
@@ -13,6 +14,7 @@ from support.daemon import RunningDaemon, running_daemon
 def _clean_environment() -> None:
     for name in [name for name in os.environ if name.startswith("HURRAY_")]:
         del os.environ[name]
+    os.environ.update(WIDE_PORTS)
 
 
 @pytest.fixture(scope="session")

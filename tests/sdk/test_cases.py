@@ -22,7 +22,7 @@ from sdk.snapshots import (
     make_snapshot,
     tables_of,
 )
-from support.daemon import RunningDaemon, eventually, running_daemon
+from support.daemon import eventually, running_daemon
 
 
 @pytest.fixture
@@ -265,8 +265,8 @@ def test_the_daemon_listens_before_its_data_plane_is_up() -> None:
         assert_same_tokens(snapshot, client.get("after"))
 
 
-def test_a_draining_daemon_refuses_at_once(daemon: RunningDaemon) -> None:
-    with running_daemon() as other, ht.connect(other.address) as client:
+def test_a_draining_daemon_ends_waits_and_stops() -> None:
+    with running_daemon() as other, ht.connect(other.address, config=ht.ClientConfig(retry_s=0.5)) as client:
         client.put("held", make_snapshot())
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(client.get, "never", wait_s=30)

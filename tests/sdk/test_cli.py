@@ -9,28 +9,35 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import hurray_client as ht
+from hurray_client.cli.main import app
 from hurray_wire.hrry import load_hrry, save_hrry
+from sdk.ports import WIDE_PORTS
 from sdk.snapshots import assert_same_tokens, make_snapshot
 from support.daemon import RunningDaemon, environment
 
 MANIFEST = Path(__file__).parents[1] / "format" / "vectors" / "manifest.json"
 
 
-def hurrayctl(*arguments: str | Path, status: int = 0, stdin: bytes | None = None, **env: str) -> str:
-    """Run a command, check its exit status, and return what it printed."""
+def command(*arguments: str | Path) -> Any:
+    """hurrayctl --json in a process of its own, as people and programs start it; what it printed."""
     done = subprocess.run(
-        [Path(sys.executable).with_name("hurrayctl"), *map(str, arguments)],
-        input=stdin,
+        [Path(sys.executable).with_name("hurrayctl"), *map(str, arguments), "--json"],
         capture_output=True,
-        env=environment(COLUMNS="200", **env),
+        env=environment(**WIDE_PORTS),
         timeout=60,
-        check=False,
+        check=True,
     )
-    output = done.stdout.decode()
-    assert done.returncode == status, (done.returncode, output, done.stderr.decode())
-    return output if status == 0 or output else done.stderr.decode()
+    return json.loads(done.stdout)
+
+
+def hurrayctl(*arguments: str | Path, status: int = 0, stdin: bytes | None = None, **env: str) -> str:
+    """The same command in this process, which takes a tenth of the time: check its status, return what it printed."""
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin, env=env)
+    assert done.exit_code == status, (done.exit_code, done.output, done.exception)
+    return done.stdout or done.stderr
 
 
 def as_json(*arguments: str | Path, status: int = 0, **env: str) -> Any:
@@ -45,26 +52,26 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_snapshot_there_and_back(daemon: RunningDaemon, client: ht.Client, file: Path, tmp_path: Path) -> None:
     target = ("-t", daemon.address)
-    receipt = as_json("put", file, "-k", "cli/1", *target, "--lease", "30", "-a", "model=tiny")
+    receipt = command("put", file, "-k", "cli/1", *target, "--lease", "30", "-a", "model=tiny")
     assert (receipt["key"], receipt["transport"], receipt["dirty_dead_slot_count"]) == ("cli/1", "ucx", 0)
     assert receipt["stages"][0]["stage"] == "reserve"
 
-    (listed,) = as_json("ls", "cli/", *target)
-    stat = as_json("stat", "cli/1", *target)
+    (listed,) = command("ls", "cli/", *target)
+    stat = command("stat", "cli/1", *target)
     assert listed["generation"] == stat["generation"] == receipt["generation"]
     assert stat["annotations"] == {"model": "tiny"}
     assert stat["token_counts"] == [10, 7, 0]
     assert [tensor["kv_role"] for tensor in stat["tensors"]] == ["key", "value"] * 2
 
-    lease = as_json("renew", "cli/1", "--lease", "60", *target)
+    lease = command("renew", "cli/1", "--lease", "60", *target)
     assert lease["expire_time"] > receipt["expire_time"]
-    got = as_json("get", "cli/1", "-o", tmp_path / "out.hrry", *target)
+    got = command("get", "cli/1", "-o", tmp_path / "out.hrry", *target)
     assert got["generation"] == receipt["generation"]
     assert_same_tokens(load_hrry(tmp_path / "out.hrry"), make_snapshot())
 
-    assert as_json("rm", "cli/1", *target) == [{"key": "cli/1", "generation": receipt["generation"]}]
-    assert as_json("ls", *target) == []
-    assert as_json("node", *target)["node"] == "test"
+    assert command("rm", "cli/1", *target) == [{"key": "cli/1", "generation": receipt["generation"]}]
+    assert command("ls", *target) == []
+    assert command("node", *target)["node"] == "test"
 
 
 def test_for_people(daemon: RunningDaemon, client: ht.Client, file: Path, tmp_path: Path) -> None:

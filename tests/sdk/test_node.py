@@ -19,6 +19,8 @@ import hurray_client as ht
 from hurray_client.call import Alarms, Call
 from hurray_client.config import load_config
 from hurray_wire import errors
+from hurray_wire.image import Chunk
+from hurray_wire.payload import ScatterTarget, SnapshotSource
 from hurray_wire.status import STATUS_TRAILER, to_status
 from hurray_wire.v1 import transfer_pb2 as pb
 from hurray_wire.v1 import transfer_pb2_grpc
@@ -33,7 +35,7 @@ def free_port() -> int:
 
 
 def large_snapshot() -> ht.KVSnapshot:
-    """Enough chunks of 4096 bytes for something to happen between them."""
+    """A thousand chunks of 4096 bytes."""
     caches = make_caches(layers=4, num_pages=128, page_size=16, heads=4, head_dim=32)
     return make_snapshot(caches, tables=[list(range(128))], counts=[2048])
 
@@ -41,16 +43,20 @@ def large_snapshot() -> ht.KVSnapshot:
 SMALL_CHUNKS = ht.ClientConfig(chunk_bytes=4096, window=1)
 
 
-class Once:
-    """A progress callback that does something the first time."""
+def at_chunk(
+    monkeypatch: pytest.MonkeyPatch, payload: type[SnapshotSource | ScatterTarget], action: Callable[[], object]
+) -> None:
+    """Have `action` run in the data-plane thread, once, when chunk 20 is staged or has arrived."""
+    name = "stage" if payload is SnapshotSource else "arrived"
+    original = getattr(payload, name)
 
-    def __init__(self, action: Callable[[], object]) -> None:
-        self.action: Callable[[], object] | None = action
-
-    def __call__(self, _: ht.Progress) -> None:
-        action, self.action = self.action, None
-        if action is not None:
+    def method(self: Any, chunk: Chunk, *others: Any) -> Any:
+        if chunk.index == 20:
+            monkeypatch.setattr(payload, name, original)
             action()
+        return original(self, chunk, *others)
+
+    monkeypatch.setattr(payload, name, method)
 
 
 # --- nodes that are not there -----------------------------------------------------------------------------------------
@@ -105,14 +111,15 @@ def test_targets_that_make_no_sense(target: str) -> None:
 # --- loss -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_daemon_killed_in_the_middle_is_unavailable_and_a_new_one_is_found() -> None:
+def test_a_daemon_killed_in_the_middle_is_unavailable_and_a_new_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     listen = f'listen = "127.0.0.1:{port}"'
     with running_daemon(listen) as daemon, ht.connect(daemon.address, config=SMALL_CHUNKS) as client:
         client.put("before", make_snapshot())
+        at_chunk(monkeypatch, SnapshotSource, daemon.kill)
         began = time.monotonic()
         with pytest.raises(ht.HurrayError) as caught:
-            client.put("during", large_snapshot(), on_progress=Once(daemon.kill), timeout_s=20)
+            client.put("during", large_snapshot(), timeout_s=20)
         assert caught.value.code == "UNAVAILABLE"
         assert caught.value.stage in ("pages", "receipt", "cancel")
         assert time.monotonic() - began < 10
@@ -124,12 +131,13 @@ def test_a_daemon_killed_in_the_middle_is_unavailable_and_a_new_one_is_found() -
                 client.get("before")
 
 
-def test_a_mover_killed_in_the_middle_is_unavailable_and_comes_back() -> None:
+def test_a_mover_killed_in_the_middle_is_unavailable_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     with running_daemon() as daemon, ht.connect(daemon.address, config=SMALL_CHUNKS) as client:
         client.put("before", make_snapshot())
+        at_chunk(monkeypatch, SnapshotSource, daemon.kill_mover)
         began = time.monotonic()
         with pytest.raises(ht.HurrayError) as caught:
-            client.put("during", large_snapshot(), on_progress=Once(daemon.kill_mover), timeout_s=20)
+            client.put("during", large_snapshot(), timeout_s=20)
         assert caught.value.code == "UNAVAILABLE"
         assert caught.value.stage is not None
         client.put("after", make_snapshot(), timeout_s=20)
@@ -138,7 +146,7 @@ def test_a_mover_killed_in_the_middle_is_unavailable_and_comes_back() -> None:
             client.get("before")
 
 
-def test_a_stopped_daemon_costs_the_budget_and_says_the_stage() -> None:
+def test_a_stopped_daemon_costs_the_budget_and_says_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     listen = f'listen = "127.0.0.1:{free_port()}"'
     with ExitStack() as stack:
         daemon = stack.enter_context(running_daemon(listen))
@@ -151,9 +159,10 @@ def test_a_stopped_daemon_costs_the_budget_and_says_the_stage() -> None:
             os.kill(daemon.pid, signal.SIGSTOP)
             os.kill(mover, signal.SIGSTOP)
 
+        at_chunk(monkeypatch, SnapshotSource, stop)
         began = time.monotonic()
         with pytest.raises(ht.HurrayError) as caught:
-            client.put("during", large_snapshot(), on_progress=Once(stop), timeout_s=1)
+            client.put("during", large_snapshot(), timeout_s=1)
         assert caught.value.code in ("DEADLINE_EXCEEDED", "UNAVAILABLE")
         assert caught.value.stage in ("pages", "receipt", "cancel", "connect")
         assert time.monotonic() - began < 6
@@ -163,18 +172,18 @@ def test_a_stopped_daemon_costs_the_budget_and_says_the_stage() -> None:
         client.put("after", make_snapshot(), timeout_s=20)
 
 
-def test_a_failed_get_into_clears_the_named_pages_and_says_which() -> None:
+def test_a_failed_get_into_clears_the_named_pages_and_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
     with running_daemon("[transfers]\nchunk_bytes = 4096") as daemon, ht.connect(daemon.address) as client:
         snapshot = large_snapshot()
         client.put("k", snapshot)
         caches = make_caches(layers=4, seed=5, num_pages=130, page_size=16, heads=4, head_dim=32)
         kept = {key: array[[0, 129]].copy() for key, array in caches.items()}
+        at_chunk(monkeypatch, ScatterTarget, daemon.kill_mover)
         with pytest.raises(ht.HurrayError) as caught:
             client.get(
                 "k",
                 into=caches,
                 block_tables=[list(range(1, 129))],
-                on_progress=Once(daemon.kill_mover),
                 timeout_s=20,
             )
         assert caught.value.code == "UNAVAILABLE"
@@ -369,6 +378,7 @@ def test_a_session_that_is_refused_is_the_error_of_the_put(script: Scripted, scr
 def test_settings_come_from_the_environment_when_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HURRAY_UCX__NET_DEVICES", "lo,eth7")
     monkeypatch.setenv("HURRAY_UCX__FIRST_PORT", "7430")
+    monkeypatch.delenv("HURRAY_UCX__LAST_PORT")
     monkeypatch.setenv("HURRAY_RETRY_S", "3")
     monkeypatch.setenv("HURRAY_LISTEN", "the daemon's, not ours")
     config = load_config()
