@@ -24,8 +24,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-import structlog
-
 from hurray_wire import session as s
 from hurray_wire.checksum import Hash
 from hurray_wire.errors import (
@@ -38,6 +36,7 @@ from hurray_wire.errors import (
     PeerUnavailable,
 )
 from hurray_wire.image import Chunk, ImagePlan
+from hurray_wire.log import get_logger
 from hurray_wire.memory import aligned_empty
 from hurray_wire.payload import SourcePayload, TargetPayload, TargetSummary
 from hurray_wire.transport.base import (
@@ -49,7 +48,7 @@ from hurray_wire.transport.base import (
     chunk_tag,
 )
 
-_log = structlog.get_logger("hurray.dataplane")
+_log = get_logger("hurray.dataplane")
 
 SPIN_S: Final = 150e-6
 """How long the thread polls after something happened before it sleeps, while transfers run."""
@@ -191,6 +190,10 @@ class DataPlane:
         self._peers: dict[int, _Peer] = {}
         self._spare: list[Buffer] = []
         self._stopping = False
+        self._retiring = False
+        self.worn = False
+        """A connection was lost or cut here. Both sides may still hold remains of it, and UCX was seen to crash when
+        the same two workers connect anew: connect from a fresh data plane instead, and `retire` this one."""
         self._transports: dict[str, Transport] = {}
         self._parameters: tuple[TransportParameters, ...] = ()
         self._next_unknown_tags = 0.0
@@ -216,6 +219,10 @@ class DataPlane:
         self._submit(self._begin_stop)
         if self._thread.is_alive():
             self._thread.join()
+
+    def retire(self) -> None:
+        """Stop as soon as the last connection is closed and the last transfer is over."""
+        self._submit(self._begin_retire)
 
     @property
     def running(self) -> bool:
@@ -340,7 +347,7 @@ class DataPlane:
                 worked |= transport.progress()
             now = time.monotonic()
             wake_at = self._run_timers(now)
-            if self._stopping and not self._transfers and not self._peers:
+            if (self._stopping or self._retiring) and not self._transfers and not self._peers:
                 return
             if worked:
                 active_until = now + SPIN_S
@@ -409,6 +416,9 @@ class DataPlane:
 
     # --- commands -------------------------------------------------------------------------------------------------
 
+    def _begin_retire(self) -> None:
+        self._retiring = True
+
     def _begin_stop(self) -> None:
         self._stopping = True
         for transfer in list(self._transfers.values()):
@@ -460,6 +470,7 @@ class DataPlane:
         if entry is None:
             return
         entry.open = False
+        self.worn = True
         for number in list(entry.transfers):
             self._feed(self._transfers[number], s.PeerLost(error))
         for endpoint in entry.endpoints.values():

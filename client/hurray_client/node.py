@@ -12,7 +12,6 @@ from queue import SimpleQueue
 from typing import Any, Final, TypeVar
 
 import grpc
-import structlog
 
 from hurray_client.call import Alarms, Call
 from hurray_client.config import ClientConfig
@@ -32,12 +31,13 @@ from hurray_wire.errors import (
     ProtocolViolation,
 )
 from hurray_wire.limits import Limits
+from hurray_wire.log import get_logger
 from hurray_wire.messages import PROTOCOL_VERSION, read_transport, to_transport
 from hurray_wire.status import STATUS_TRAILER, from_trailers
 from hurray_wire.v1 import transfer_pb2 as pb
 from hurray_wire.v1.transfer_pb2_grpc import TransferServiceStub
 
-_log = structlog.get_logger("hurray.client")
+_log = get_logger("hurray.client")
 
 GRACE_S: Final = 5.0
 """How much longer than the budget a call may take on the wire: the stage that ran late is known to us, not to gRPC."""

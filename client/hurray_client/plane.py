@@ -35,24 +35,29 @@ class LocalDataPlane:
         self._make_transport = make_transport or (lambda: UcxTransport(ucx))
         self._lock = threading.Lock()
         self._running: DataPlane | None = None
+        self._retired: list[DataPlane] = []
         self._nodes: dict[str, tuple[Node, int]] = {}
         self._watchers: dict[int, Callable[[HurrayError], None]] = {}
         self._closed = False
         self._pid = os.getpid()
 
     def start(self) -> DataPlane:
-        """The data plane, running. One that has ended of itself is replaced, under a new incarnation.
+        """The data plane, running. One that has ended of itself, or has lost a connection, is replaced for whoever
+        connects from now on, under a new incarnation; sessions that are open keep the old one until they end.
 
         Raises Misuse after `close`, DataPlaneUnavailable where the transport does not start.
         """
         with self._lock:
             if self._closed:
                 raise Misuse("the data plane is closed")
-            if self._running is None or not self._running.running:
+            if self._running is None or not self._running.running or self._running.worn:
                 running = DataPlane([self._make_transport], on_peer_lost=self._lost)
                 running.start()
                 if self._running is None:
                     atexit.register(self.close)
+                else:
+                    self._running.retire()
+                    self._retired = [plane for plane in self._retired if plane.running] + [self._running]
                 self._running = running
             return self._running
 
@@ -87,9 +92,11 @@ class LocalDataPlane:
         """Fail what still runs, close every connection, end the thread. Safe to call twice."""
         with self._lock:
             self._closed = True
-            running, self._running = self._running, None
-        if running is not None and self._pid == os.getpid():  # in a forked child there is no thread to end
-            running.stop()
+            planes = [*self._retired, *([self._running] if self._running is not None else [])]
+            self._running, self._retired = None, []
+        if planes and self._pid == os.getpid():  # in a forked child there is no thread to end
+            for plane in planes:
+                plane.stop()
             atexit.unregister(self.close)
 
     def _lost(self, peer: int, error: HurrayError) -> None:

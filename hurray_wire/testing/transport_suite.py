@@ -212,6 +212,26 @@ class TransportSuite:
         assert pair.to_b.alive
         self.exchange(pair)
 
+    @pytest.mark.parametrize(
+        ("sent_bytes", "posted_bytes"), [(1, 100), (84, 100), (1, 100_000), (99_000, 100_000), (4 << 20, 5 << 20)]
+    )
+    @pytest.mark.parametrize("receive_first", [True, False])
+    def test_a_shorter_message_is_no_success(
+        self, pair: Pair, sent_bytes: int, posted_bytes: int, receive_first: bool
+    ) -> None:
+        block, buffer = guarded(posted_bytes)
+        buffer[:] = 1
+        outcomes = [post_receive(pair.to_a, 7, buffer)] if receive_first else []
+        outcomes.append(post_send(pair.to_b, 7, pattern(sent_bytes)))
+        if not receive_first:
+            settle(pair.a, pair.b, quiet_rounds=3)
+            outcomes.insert(0, post_receive(pair.to_a, 7, buffer))
+        drive([pair.a, pair.b], partial(all_fired, outcomes))
+        assert isinstance(outcomes[0].error, ProtocolViolation)
+        assert (buffer[sent_bytes:] == 1).all()
+        assert_guards(block)
+        self.exchange(pair)
+
     @pytest.mark.parametrize("seed", range(5))
     def test_tags_match_in_any_order(self, pair: Pair, seed: int) -> None:
         rng = random.Random(seed)

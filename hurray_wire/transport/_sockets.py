@@ -7,6 +7,7 @@ kernel's TCP_USER_TIMEOUT does. Sockets are recognised by their ports, so that n
 from __future__ import annotations
 
 import os
+import select
 import socket
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -56,6 +57,27 @@ def set_user_timeout(
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(timeout_s * 1000))
                 count += 1
     return count
+
+
+def any_blocked(*, local_ports: Collection[int], remote_ports: Collection[int], shut: bool = False) -> bool:
+    """Whether any connected TCP socket with one of these ports cannot be written to now. `shut` ends those."""
+    found = False
+    for descriptor in open_descriptors():
+        with _tcp_socket(descriptor) as connection:
+            if connection is None:
+                continue
+            try:
+                remote_port = connection.getpeername()[1]
+            except OSError:
+                continue
+            if connection.getsockname()[1] in local_ports or remote_port in remote_ports:
+                poll = select.poll()
+                poll.register(connection, select.POLLOUT)
+                if not poll.poll(0):
+                    found = True
+                    if shut:
+                        connection.shutdown(socket.SHUT_RDWR)
+    return found
 
 
 @contextmanager

@@ -7,7 +7,8 @@ The contract that everything above rests on: **a completion fires exactly once, 
 the transport touches the buffer no more**. A buffer belongs to the transport from `send` or `receive` until its
 completion, also after `close` and `abort`: memory is reused only after the completion, never after a call returned.
 
-A completed send says nothing about delivery. A receive does not report a length: both sides know it beforehand.
+A completed send says nothing about delivery. A receive does not report a length: both sides know it beforehand, and
+another one is an error.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class Endpoint(ABC):
     @abstractmethod
     def receive(self, tag: int, buffer: Buffer, done: Completion) -> None:
         """Post the buffer for the message with this tag. A longer message is cut, never overruns, and completes with
-        ProtocolViolation."""
+        ProtocolViolation; so does a shorter one, since the rest of the buffer is not the peer's (UCX: one that lacks 16
+        bytes or more)."""
 
     @abstractmethod
     def forget(self, tag: int) -> None:

@@ -3,7 +3,7 @@
 All of a UcxTransport lives in one thread, destructors included: ucxx cancels a request when its last reference goes,
 and UCX's callbacks run inside `progress`. Nothing of ours runs inside such a callback; it only leaves a mark.
 
-Four facts about UCX shape this module:
+Five facts about UCX shape this module:
 
 - A request holds no reference to its memory. (request, array, buffer) stay together until `completed`.
 - There is no cancel that tells whether it worked. `forget` therefore completes a receive instead of cancelling it, with
@@ -11,6 +11,8 @@ Four facts about UCX shape this module:
   its buffer still taken, as it must be.
 - With error handling on, closing is abrupt: pending requests are cancelled, matched ones run to their end. Only
   `completed` tells when memory is free.
+- ucxx does not tell how long a message was. A receive is therefore sealed: its last bytes are random until a message
+  has overwritten them. If they are still there it was shorter, and the rest is what the memory held before.
 - What arrives unexpected is kept without bound, and destroying a worker reads it with lengths that the peer chose.
   `drain_unknown` and `close` take it with receives of 64 bytes that cut whatever is longer.
 """
@@ -43,11 +45,19 @@ from hurray_wire.transport.settings import check_settings
 _SCRATCH_BYTES = 64
 """Size of a receive that takes a message only to drop it."""
 
+_SEAL_BYTES = 16
+
 _MAX_ADDRESS_BYTES = 4096
 _MAX_PORTS = 16
 
 _CLOSE_DEADLINE_S = 5.0
 """How long `close` waits for requests that UCX does not end, before it gives the worker up."""
+
+_CUT_EVERY_S = 0.01
+"""How often the sockets of aborted connections are looked at."""
+
+_CUT_GRACE_S = 3.0
+"""How much longer than the user timeout an aborted connection may take to fail."""
 
 _TAG_BITS = 64
 
@@ -216,6 +226,9 @@ def _context_config(config: UcxConfig) -> dict[str, str]:
         "TCP_RX_SEG_SIZE": str(config.tcp_rx_seg_size_bytes),
         "TCP_PORT_RANGE": f"{config.first_port}-{config.last_port}",
         "TCP_CONN_NB": "y",  # else a connect may block the thread for 70 s
+        # One socket event a time: UCX reads them in batches, and one whose handling ends a connection frees the
+        # endpoint that a later one of the same batch points to. Seen as a crash when a peer came back from a stop.
+        "TCP_MAX_POLL": "1",
         "TCP_SYN_CNT": "2",
         "RNDV_THRESH": str(config.rndv_thresh_bytes),
         "KEEPALIVE_INTERVAL": f"{config.keepalive_interval_s}s",
@@ -226,6 +239,23 @@ def _context_config(config: UcxConfig) -> dict[str, str]:
     if any(name.startswith("cuda") for name in config.tls):
         options["RNDV_FRAG_MEM_TYPES"] = "cuda"
     return options
+
+
+class _Seal:
+    """Random bytes at the end of a buffer that a message is received into (of host memory; see the module)."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._end = buffer[-_SEAL_BYTES:]
+        self._covered = self._end.copy()
+        self._seal = np.frombuffer(os.urandom(self._end.size), np.uint8)
+        self._end[:] = self._seal
+
+    def break_off(self) -> bool:
+        """Whether it is still there; the bytes that it covered are put back in its place."""
+        if not np.array_equal(self._end, self._seal):
+            return False
+        self._end[:] = self._covered
+        return True
 
 
 @dataclass(eq=False, slots=True)
@@ -241,13 +271,17 @@ class _Operation:
     receives: bool = False
     forgotten: bool = False
     may_be_cut: bool = False
+    seal: _Seal | None = None
 
     def outcome(self) -> HurrayError | None:
         """What the completion is called with, once the request has completed."""
         status = self.request.status
         assert self.endpoint is not None
+        is_short = self.seal is not None and self.seal.break_off()
         if self.forgotten:
             return Cancelled("the receive was withdrawn")
+        if status == _OK and is_short:
+            return ProtocolViolation("a message was shorter than agreed", tag=f"{self.tag:#x}")
         if status == _OK or (status == _TRUNCATED and self.may_be_cut):
             return None
         if status == _TRUNCATED:
@@ -258,8 +292,17 @@ class _Operation:
 class UcxEndpoint(Endpoint):
     """A connection of a UcxTransport. Made by `UcxTransport.connect`."""
 
-    def __init__(self, transport: UcxTransport, peer: int, handle: Any, on_lost: Callable[[HurrayError], None]) -> None:
+    def __init__(
+        self,
+        transport: UcxTransport,
+        peer: int,
+        handle: Any,
+        ports: frozenset[int],
+        on_lost: Callable[[HurrayError], None],
+    ) -> None:
         self.peer = peer
+        self._ports = ports
+        self._failed = False
         self._transport = transport
         self._handle = handle
         self._on_lost = on_lost
@@ -290,7 +333,12 @@ class UcxEndpoint(Endpoint):
         self._end(Cancelled("the connection was closed here"))
 
     def abort(self) -> None:
-        self._end(self._gone("the connection was aborted here"))
+        if self._ended_by is None and self._transport._has_blocked_socket(self._ports):
+            self._ended_by = self._gone("the connection was aborted here")
+            grace_s = self._transport._config.user_timeout_s + _CUT_GRACE_S
+            self._transport._cutting.append(_Cut(self, time.monotonic() + grace_s))
+        else:
+            self._end(self._gone("the connection was aborted here"))
 
     def __repr__(self) -> str:
         return f"<UcxEndpoint peer={self.peer:#x} {'open' if self.alive else 'closed'}>"
@@ -303,19 +351,23 @@ class UcxEndpoint(Endpoint):
             return
         ucxx = transport._ucxx
         array = ucxx.array(buffer)
+        seal = _Seal(buffer) if receives and not may_be_cut and _can_be_sealed(buffer) else None
         try:
             post = self._handle.tag_recv if receives else self._handle.tag_send
             request = post(array, ucxx.tag(tag))
         except (ucxx.error, ValueError) as error:  # ValueError: GPU memory where UCX has no transport for it
             transport._fail(done, self._gone(f"UCX refused the operation: {error}"))
             return
-        transport._track(_Operation(request, array, buffer, tag, self, done, receives=receives, may_be_cut=may_be_cut))
+        operation = _Operation(request, array, buffer, tag, self, done, receives=receives, may_be_cut=may_be_cut)
+        operation.seal = seal
+        transport._track(operation)
 
     def _gone(self, why: str) -> PeerUnavailable:
         return PeerUnavailable(why, stage="data_plane", peer=f"{self.peer:#x}")
 
     def _mark_lost(self) -> None:
         """UCX calls this from inside progress, also for a close of our own."""
+        self._failed = True
         if self._ended_by is None:
             self._ended_by = self._gone("the connection was lost")
             self._transport._lost.append(self)
@@ -333,6 +385,14 @@ class UcxEndpoint(Endpoint):
             self._transport._closing.append(self)
 
 
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """An aborted connection that is not closed yet, and when it will be whatever its socket does."""
+
+    endpoint: UcxEndpoint
+    deadline: float
+
+
 class UcxTransport(Transport):
     """UCX's context, worker and endpoints, for one thread."""
 
@@ -348,6 +408,8 @@ class UcxTransport(Transport):
         self._due: deque[Callable[[], None]] = deque()
         self._lost: deque[UcxEndpoint] = deque()
         self._closing: list[UcxEndpoint] = []
+        self._cutting: list[_Cut] = []
+        self._next_cut = 0.0
         self._loopback: Any = None
         self._stirred = False
         opened_before = _sockets.open_descriptors()
@@ -393,7 +455,7 @@ class UcxTransport(Transport):
             handle = self._worker.create_endpoint_from_worker_address(address, True)
         except self._ucxx.error:
             handle = None
-        endpoint = UcxEndpoint(self, peer, handle, on_lost)
+        endpoint = UcxEndpoint(self, peer, handle, ports, on_lost)
         self._endpoints[endpoint] = None
         self._guard_sockets(ports, opened_before)
         return endpoint
@@ -403,6 +465,8 @@ class UcxTransport(Transport):
         moved: bool = self._worker.progress_once()
         if moved:
             self._worker.progress()  # all there is, and the cancelling that a lost endpoint left to do
+        if self._cutting:
+            self._cut()
         self._collect()
         return self._fire() or moved
 
@@ -439,7 +503,7 @@ class UcxTransport(Transport):
         if self._closed:
             return
         for endpoint in [*self._endpoints]:
-            endpoint._end(endpoint._gone("the transport was closed"))
+            endpoint.abort()
         if self._loopback is not None:
             self._loopback.close_blocking()
             self._loopback = None
@@ -447,8 +511,9 @@ class UcxTransport(Transport):
         while time.monotonic() < deadline:
             dropped = self.drain_unknown(lambda _: False)
             moved = self.progress()
-            if not (self._operations or self._due or self._lost or dropped or moved):
+            if not (self._operations or self._due or self._lost or self._cutting or dropped or moved):
                 break
+            self.park(_CUT_EVERY_S)
         self._give_up()
         self._closed = True
         self._worker = self._context = None
@@ -505,6 +570,29 @@ class UcxTransport(Transport):
                 endpoint._handle = None
         self._closing = closing
 
+    def _has_blocked_socket(self, peer_ports: frozenset[int], *, shut: bool = False) -> bool:
+        return _sockets.any_blocked(local_ports=self._ports, remote_ports=peer_ports, shut=shut)
+
+    def _cut(self) -> None:
+        """Close UCX's endpoints of aborted connections, each once nothing blocks its socket any more.
+
+        UCX frees what a forced close leaves of an endpoint when its socket fails, from inside the handler of that
+        very event; if the socket was blocked the event says writable as well, and the handler goes on with memory
+        that is freed: seen as a crash when a stopped peer came back. So wait for the socket to drain or to fail; the
+        operations stay open until then. The user timeout bounds that, and where it does not a shutdown: of every
+        socket that is blocked then, since nothing tells whose an accepted one is.
+        """
+        now, waiting = time.monotonic(), []
+        if now < self._next_cut:
+            return
+        self._next_cut = now + _CUT_EVERY_S
+        for cut in self._cutting:
+            if cut.endpoint._failed or not self._has_blocked_socket(cut.endpoint._ports, shut=now >= cut.deadline):
+                cut.endpoint._release()
+            else:
+                waiting.append(cut)
+        self._cutting = waiting
+
     def _fire(self) -> bool:
         count = len(self._due)
         for _ in range(count):
@@ -541,6 +629,11 @@ class UcxTransport(Transport):
             remote_ports=peer_ports,
             opened_before=opened_before,
         )
+
+
+def _can_be_sealed(buffer: Buffer) -> bool:
+    # What is shorter may end in any bytes by chance.
+    return isinstance(buffer, np.ndarray) and buffer.nbytes >= _SEAL_BYTES
 
 
 def _high_bits(free_bits: int) -> int:

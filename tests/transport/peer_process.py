@@ -1,4 +1,5 @@
-"""The other side of a transport test, in a process of its own. One JSON object per line, in and out.
+"""The other side of a transport test, in a process of its own. One JSON object per line, in and out. Its argument is
+the configuration: of shm if it has a path, else of UCX.
 
 Out first: the parameters of this side. In: {"connect": parameters}, {"send": tag, "nbytes": n},
 {"receive": tag, "nbytes": n}, {"close": true}, {"exit": true}. Out, for each send and receive that ends:
@@ -13,7 +14,8 @@ import sys
 
 import numpy as np
 
-from hurray_wire.transport.base import TransportParameters
+from hurray_wire.transport.base import Transport, TransportParameters
+from hurray_wire.transport.shm import ShmConfig, ShmTransport
 from hurray_wire.transport.ucx import UcxConfig, UcxTransport
 
 
@@ -22,8 +24,8 @@ def pattern(nbytes: int, seed: int) -> np.ndarray:
 
 
 class Peer:
-    def __init__(self, config: UcxConfig) -> None:
-        self.transport = UcxTransport(config)
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
         self.endpoint = None
         self.running = True
         offered = self.transport.parameters()
@@ -70,4 +72,5 @@ class Peer:
 
 
 if __name__ == "__main__":
-    Peer(UcxConfig(**json.loads(sys.argv[1]))).run()
+    config = json.loads(sys.argv[1])
+    Peer(ShmTransport(ShmConfig(**config)) if "path" in config else UcxTransport(UcxConfig(**config))).run()

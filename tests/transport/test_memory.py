@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from hurray_wire.errors import Cancelled, PeerUnavailable
+from hurray_wire.errors import Cancelled, PeerUnavailable, ProtocolViolation
 from hurray_wire.testing.transport_suite import (
     Lost,
     Outcome,
@@ -291,9 +291,12 @@ class MemoryMachine(RuleBasedStateMachine):
     @invariant()
     def what_landed_is_what_was_sent(self):
         for tag, (outcome, buffer) in getattr(self, "receives", {}).items():
-            if outcome.fired and outcome.error is None:
+            if not outcome.fired:
+                continue
+            if outcome.error is None or isinstance(outcome.error, ProtocolViolation):
                 assert (buffer[: self.sent[tag]] == pattern(self.sent[tag], tag)).all()
-            if outcome.fired and outcome.error is not None:
+                assert (outcome.error is None) == (self.sent[tag] == buffer.size)
+            else:
                 assert not buffer.any()
 
     def teardown(self):

@@ -1,0 +1,225 @@
+"""What one side sends to its peer through shared memory: messages, and the ring that they pass.
+
+A message that is short goes with the socket. A longer one is either *staged*, already in the ring when it is sent, or
+*announced*, and copied into the ring piece by piece once the peer has asked for it. Only what the peer asked for takes
+free ranges of the ring, and staging leaves a slot of it free: so a message that nobody receives holds up no other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from hurray_wire.errors import HurrayError, PeerUnavailable
+from hurray_wire.transport._shm_frames import (
+    EAGER_CREDIT_BYTES,
+    EAGER_MAX_BYTES,
+    MAX_ANNOUNCED,
+    Frame,
+    Kind,
+    eager_cost,
+    violation,
+)
+from hurray_wire.transport._shm_ring import Ring, round_up
+from hurray_wire.transport.base import Buffer, Completion
+
+Finish = Callable[[Completion, HurrayError | None], None]
+"""Makes a completion due."""
+
+
+class Emit(Protocol):
+    """Sends a frame to the peer, now or as soon as there is room."""
+
+    def __call__(self, frame: Frame, payload: bytes = b"", descriptor: int | None = None) -> None:
+        """The descriptor is closed once it has been sent."""
+
+
+@dataclass(eq=False, slots=True)
+class _Send:
+    tag: int
+    buffer: Buffer
+    done: Completion
+    offset: int | None = None
+    """Where it is staged."""
+    wanted_bytes: int = 0
+    """How much of it the peer pulls; then how much was copied, and how much was released."""
+    copied_bytes: int = 0
+    released_bytes: int = 0
+
+
+class Outgoing:
+    """One direction of one connection. Raises ProtocolViolation for what the peer may not say."""
+
+    def __init__(self, emit: Emit, finish: Finish, *, staging_bytes: int, slot_bytes: int) -> None:
+        self._emit = emit
+        self._finish = finish
+        self._staging_bytes = staging_bytes
+        self._slot_bytes = slot_bytes
+        self._ring: Ring | None = None
+        self._loans: dict[int, int] = {}
+        self._staged_bytes = 0
+        self._next_number = 0
+        self._eager_used_bytes = 0
+        self._announced: dict[int, _Send] = {}
+        self._held: deque[_Send] = deque()
+        self._pulled: deque[tuple[int, _Send]] = deque()
+        self._in_ring: dict[int, tuple[_Send, int]] = {}
+        self._staged_count = 0
+
+    def take_staging(self, nbytes: int) -> Buffer | None:
+        """A range of the ring, uint8 [nbytes]; None while there is none, and for what travels in the socket."""
+        needed = round_up(nbytes)
+        if nbytes <= EAGER_MAX_BYTES or self._staged_bytes + needed > self._staging_bytes:
+            return None
+        try:
+            ring = self._require_ring()
+        except PeerUnavailable:
+            return None
+        offset = ring.ranges.take(nbytes)
+        if offset is None:
+            return None
+        self._loans[offset] = needed
+        self._staged_bytes += needed
+        return ring.memory[offset : offset + nbytes]
+
+    def return_staging(self, buffer: Buffer) -> None:
+        """A loan that is not sent."""
+        assert self._ring is not None
+        offset = self._ring.offset_of(buffer)
+        assert offset is not None
+        assert offset in self._loans, "not on loan"
+        self._end_loan(offset)
+        self._pump()
+
+    def send(self, tag: int, buffer: Buffer, done: Completion) -> None:
+        """Begin to send; `done` becomes due later."""
+        send = _Send(tag, buffer, done, self._staged_at(buffer))
+        if buffer.nbytes <= EAGER_MAX_BYTES and self._send_eager(send):
+            return
+        if len(self._announced) + self._staged_count >= MAX_ANNOUNCED:
+            self._held.append(send)
+        else:
+            self._announce(send)
+
+    def on_pull(self, number: int, nbytes: int) -> None:
+        """The peer takes an announced message, and wants this much of it."""
+        send = self._announced.get(number)
+        if send is None:
+            raise violation("number", number, "a message that was announced and not yet taken")
+        if nbytes > send.buffer.nbytes:
+            raise violation("nbytes", nbytes, f"at most the {send.buffer.nbytes} of the message")
+        del self._announced[number]
+        self._announce_held()
+        send.wanted_bytes = nbytes
+        if nbytes == 0:
+            self._finish(send.done, None)
+        else:
+            self._pulled.append((number, send))
+            self._pump()
+
+    def on_release(self, offset: int) -> None:
+        """The peer has copied what was in the ring there."""
+        found = self._in_ring.pop(offset, None)
+        if found is None:
+            raise violation("offset", offset, "a range that is in use")
+        send, nbytes = found
+        if send.offset is not None:
+            self._staged_count -= 1
+            self._staged_bytes -= nbytes
+            self._finish(send.done, None)
+            self._announce_held()
+        else:
+            send.released_bytes += nbytes
+            if send.released_bytes == send.wanted_bytes:
+                self._finish(send.done, None)
+        assert self._ring is not None
+        self._ring.ranges.give_back(offset)
+        self._pump()
+
+    def on_credit(self, nbytes: int) -> None:
+        """The peer took eager messages."""
+        if nbytes > self._eager_used_bytes:
+            raise violation("nbytes", nbytes, f"at most the {self._eager_used_bytes} that were sent")
+        self._eager_used_bytes -= nbytes
+
+    def end(self, error: HurrayError) -> None:
+        """Every send ends with this error, and the ring is let go of."""
+        pulled = [send for _, send in self._pulled]
+        in_ring = [send for send, _ in self._in_ring.values()]
+        for send in dict.fromkeys([*self._announced.values(), *self._held, *pulled, *in_ring]):
+            self._finish(send.done, error)
+        self._announced.clear()
+        self._held.clear()
+        self._pulled.clear()
+        self._in_ring.clear()
+        self._ring = None
+
+    def _staged_at(self, buffer: Buffer) -> int | None:
+        if not self._loans or self._ring is None:
+            return None
+        offset = self._ring.offset_of(buffer)
+        return offset if offset in self._loans else None
+
+    def _end_loan(self, offset: int) -> None:
+        assert self._ring is not None
+        self._staged_bytes -= self._loans.pop(offset)
+        self._ring.ranges.give_back(offset)
+
+    def _send_eager(self, send: _Send) -> bool:
+        nbytes = send.buffer.nbytes
+        if self._eager_used_bytes + eager_cost(nbytes) > EAGER_CREDIT_BYTES:
+            return False
+        self._eager_used_bytes += eager_cost(nbytes)
+        self._emit(Frame(Kind.EAGER, tag=send.tag, nbytes=nbytes), send.buffer.tobytes())
+        if send.offset is not None:
+            self._end_loan(send.offset)
+        self._finish(send.done, None)
+        return True
+
+    def _announce(self, send: _Send) -> None:
+        nbytes = send.buffer.nbytes
+        if send.offset is None:
+            self._announced[self._next_number] = send
+            self._emit(Frame(Kind.ANNOUNCE, number=self._next_number, tag=send.tag, nbytes=nbytes))
+            self._next_number += 1
+        else:
+            self._in_ring[send.offset] = (send, self._loans.pop(send.offset))
+            self._staged_count += 1
+            self._emit(Frame(Kind.STAGED, tag=send.tag, nbytes=nbytes, offset=send.offset))
+
+    def _announce_held(self) -> None:
+        while self._held and len(self._announced) + self._staged_count < MAX_ANNOUNCED:
+            self._announce(self._held.popleft())
+
+    def _require_ring(self) -> Ring:
+        if self._ring is None:
+            nbytes = self._staging_bytes + self._slot_bytes
+            try:
+                self._ring = Ring(nbytes)
+            except OSError as error:
+                raise PeerUnavailable(f"no memory for a ring of {nbytes} bytes: {error}", stage="data_plane") from error
+            self._emit(Frame(Kind.RING, nbytes=nbytes), descriptor=self._ring.descriptor)
+        return self._ring
+
+    def _pump(self) -> None:
+        """Copy pieces of what is pulled into what is free, each message in turn."""
+        while self._pulled:
+            number, send = self._pulled[0]
+            ring = self._require_ring()
+            left_bytes = send.wanted_bytes - send.copied_bytes
+            found = ring.ranges.take_piece(min(self._slot_bytes, left_bytes))
+            if found is None:
+                return
+            offset, nbytes = found
+            piece = send.buffer[send.copied_bytes : send.copied_bytes + nbytes]
+            np.copyto(ring.memory[offset : offset + nbytes], piece)
+            send.copied_bytes += nbytes
+            self._in_ring[offset] = (send, nbytes)
+            self._pulled.popleft()
+            if nbytes < left_bytes:
+                self._pulled.append((number, send))
+            self._emit(Frame(Kind.PIECE, number=number, nbytes=nbytes, offset=offset))
