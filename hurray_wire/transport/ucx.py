@@ -57,7 +57,10 @@ _CUT_EVERY_S = 0.01
 """How often the sockets of aborted connections are looked at."""
 
 _CUT_GRACE_S = 3.0
-"""How much longer than the user timeout an aborted connection may take to fail."""
+"""How much longer than the user timeout an aborted connection may take to fail, while there are others."""
+
+_CUT_ALONE_S = 0.25
+"""How long it may take when it is the only one."""
 
 _TAG_BITS = 64
 
@@ -335,8 +338,7 @@ class UcxEndpoint(Endpoint):
     def abort(self) -> None:
         if self._ended_by is None and self._transport._has_blocked_socket(self._ports):
             self._ended_by = self._gone("the connection was aborted here")
-            grace_s = self._transport._config.user_timeout_s + _CUT_GRACE_S
-            self._transport._cutting.append(_Cut(self, time.monotonic() + grace_s))
+            self._transport._cut_later(self)
         else:
             self._end(self._gone("the connection was aborted here"))
 
@@ -569,6 +571,11 @@ class UcxTransport(Transport):
                 self._ucxx.unlink_cancelled(endpoint._handle.ucxx_ptr)
                 endpoint._handle = None
         self._closing = closing
+
+    def _cut_later(self, endpoint: UcxEndpoint) -> None:
+        alone = len(self._endpoints) == 1  # then the blocked socket is this one's, and need not be waited for
+        grace_s = _CUT_ALONE_S if alone else self._config.user_timeout_s + _CUT_GRACE_S
+        self._cutting.append(_Cut(endpoint, time.monotonic() + grace_s))
 
     def _has_blocked_socket(self, peer_ports: frozenset[int], *, shut: bool = False) -> bool:
         return _sockets.any_blocked(local_ports=self._ports, remote_ports=peer_ports, shut=shut)
