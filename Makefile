@@ -3,9 +3,9 @@
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-LATER := bench test-cluster cluster-up cluster-down test-vllm
+LATER := test-cluster cluster-up cluster-down test-vllm
 
-.PHONY: help demo test check $(LATER)
+.PHONY: help demo test check bench $(LATER)
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' Makefile | while read -r target text; do printf '  make %-6s %s\n' "$$target" "$$text"; done
@@ -23,6 +23,9 @@ check: $(INSTALLED) ## style, types, layers, generated code
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	proto/generate.sh --check
+
+bench: $(INSTALLED) ## measure against memory, sockets and other engines; ARGS="--quick" for less than a minute
+	$(BIN)/hurrayctl bench $(ARGS)
 
 $(LATER):
 	@echo "make $@: not yet" >&2; exit 1

@@ -12,6 +12,7 @@ from rich.text import Text
 from hurray_client import conformance as conformance_run
 from hurray_client import inspect as inspection
 from hurray_client.cli import output
+from hurray_client.cli.bench import bench
 from hurray_client.cli.options import (
     DEFAULT_TARGET,
     DEFAULT_TIMEOUT_S,
@@ -259,6 +260,9 @@ def conformance(
             typer.echo(line)
     if report.failed:
         raise typer.Exit(output.Exit.FAILED)
+
+
+app.command(epilog="Example: hurrayctl bench --quick --workload paged --json")(bench)
 
 
 def main() -> None:

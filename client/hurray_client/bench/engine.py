@@ -1,0 +1,187 @@
+"""A serving engine of the benchmark, in a process of its own: its pools, and the SDK's client."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from typing import Any
+
+import hurray_client as ht
+from hurray_client.bench.workloads import Tables, Workload, caches, fill, tables
+from hurray_wire.checksum import XXH3_64
+from hurray_wire.memory import aligned_empty
+from hurray_wire.pages import compact, live_slots
+from hurray_wire.snapshot import KVSnapshot
+from hurray_wire.validate import check_structure
+
+_LEASE_S = 3600.0
+_TIMEOUT_S = 120.0
+_FREE_S = 5.0
+_INDEX_ROUNDS = 5
+
+
+class Engine:
+    """See worker. One memory for the pools of all workloads, one more to receive into; page-aligned, prefaulted."""
+
+    def __init__(self) -> None:
+        self._client: ht.Client
+        self._snapshots: dict[str, KVSnapshot] = {}
+        self._destinations: dict[str, Tables] = {}
+        self._load: _StatLoad | None = None
+
+    def open(self, address: str, memory_bytes: int, scratch_bytes: int, seed: int) -> dict[str, Any]:
+        """Take the memory, connect; which transports the node has."""
+        self._memory = aligned_empty(memory_bytes, prefault=True)
+        self._scratch = aligned_empty(scratch_bytes, prefault=True)
+        fill(self._memory, seed)
+        self._client = ht.connect(address)
+        node = self._client.node()
+        return {"transports": list(node.transports), "ucx": node.ucx, "version": node.version}
+
+    def close(self) -> None:
+        """End the connection."""
+        if hasattr(self, "_client"):
+            self._client.close()
+
+    # --- puts -------------------------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        workload: dict[str, Any],
+        transport: str,
+        checksum: str,
+        key: str,
+        *,
+        at: float = 0.0,
+        lease_s: float = 60.0,
+    ) -> dict[str, Any]:
+        """One put; begun at the time `at` of the monotonic clock, which all processes share."""
+        snapshot = self._snapshot(workload)
+        while time.monotonic() < at:
+            pass
+        began = time.monotonic()
+        receipt = self._client.put(
+            key,
+            snapshot,
+            lease_s=lease_s,
+            checksum=checksum,  # type: ignore[arg-type]
+            require_transport=transport,
+            timeout_s=_TIMEOUT_S,
+        )
+        ended = time.monotonic()
+        return {"began": began, "ended": ended, "seconds": ended - began, "wire_bytes": receipt.wire_bytes}
+
+    def put_many(self, workload: dict[str, Any], transport: str, checksum: str, count: int) -> dict[str, Any]:
+        """`count` puts, one after the other: their median time. What was put is deleted after each, untimed."""
+        times = []
+        for number in range(count):
+            key = f"bench/tiny/{number}"
+            times.append(self.put(workload, transport, checksum, key)["seconds"])
+            self._client.delete(key)
+        return {"seconds": statistics.median(times)}
+
+    def delete(self, key: str) -> None:
+        """Delete what was put, and wait until the node has its memory back, which it gets a little later."""
+        held = self._client.node().arena.held_bytes
+        self._client.delete(key)
+        until = time.monotonic() + _FREE_S
+        while self._client.node().arena.held_bytes >= held and time.monotonic() < until:
+            time.sleep(1e-3)
+
+    # --- gets -------------------------------------------------------------------------------------------------------
+
+    def get(self, key: str, transport: str) -> dict[str, Any]:
+        """One get, and the time until every byte of it has been read, too."""
+        began = time.monotonic()
+        snapshot = self._client.get(key, require_transport=transport, timeout_s=_TIMEOUT_S)
+        seconds = time.monotonic() - began
+        for tensor in snapshot.tensors:
+            XXH3_64(tensor.page_pool.reshape(-1))
+        read_seconds = time.monotonic() - began
+        receipt = snapshot.receipt
+        snapshot.close()
+        return {"seconds": seconds, "read_seconds": read_seconds, "wire_bytes": receipt.wire_bytes}
+
+    def get_into(self, workload: dict[str, Any], key: str, transport: str) -> dict[str, Any]:
+        """One get into pages of this engine's own, which lie in another random order."""
+        shape = Workload(**workload)
+        if shape.name not in self._destinations:
+            self._destinations[shape.name] = tables(shape, variant=1)
+        own = self._destinations[shape.name]
+        pools = caches(shape, self._scratch)
+        began = time.monotonic()
+        snapshot = self._client.get(
+            key,
+            into=pools,
+            block_tables=(own.seq_ptr, own.block_table),
+            require_transport=transport,
+            timeout_s=_TIMEOUT_S,
+        )
+        return {"seconds": time.monotonic() - began, "wire_bytes": snapshot.receipt.wire_bytes}
+
+    # --- the rest ---------------------------------------------------------------------------------------------------
+
+    def index(self, workload: dict[str, Any]) -> dict[str, Any]:
+        """Median times of validating the index of a workload, and of that with liveness and compaction."""
+        structure = self._snapshot(workload).structure
+        validation, liveness = [], []
+        for _ in range(_INDEX_ROUNDS):
+            began = time.perf_counter()
+            check_structure(structure)
+            validation.append(time.perf_counter() - began)
+            live_slots(structure)
+            liveness.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        compact(structure)
+        return {
+            "validation_s": statistics.median(validation),
+            "liveness_s": statistics.median(liveness),
+            "compaction_s": time.perf_counter() - began,
+        }
+
+    def begin_stats(self, rate: float) -> None:
+        """Call Stat of a key that is not there, `rate` times a second, until `end_stats`."""
+        self._load = _StatLoad(self._client, rate)
+
+    def end_stats(self) -> dict[str, Any]:
+        """How many calls a second there were."""
+        assert self._load is not None
+        return {"rate": self._load.end()}
+
+    def _snapshot(self, workload: dict[str, Any]) -> KVSnapshot:
+        shape = Workload(**workload)
+        if shape.name not in self._snapshots:
+            own = tables(shape)
+            self._snapshots[shape.name] = KVSnapshot.from_paged(
+                caches(shape, self._memory),
+                block_tables=(own.seq_ptr, own.block_table),
+                token_counts=own.token_counts,
+            )
+        return self._snapshots[shape.name]
+
+
+class _StatLoad:
+    """Stat calls at an even rate, from a thread of its own."""
+
+    def __init__(self, client: ht.Client, rate: float) -> None:
+        self._client = client
+        self._rate = rate
+        self._ended = threading.Event()
+        self._count = 0
+        self._began = time.monotonic()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def end(self) -> float:
+        """Stop; calls a second."""
+        self._ended.set()
+        self._thread.join()
+        return self._count / (time.monotonic() - self._began)
+
+    def _run(self) -> None:
+        while not self._ended.wait(max(0.0, self._began + self._count / self._rate - time.monotonic())):
+            try:
+                self._client.stat("bench/none")
+            except ht.KeyNotFound:
+                self._count += 1
