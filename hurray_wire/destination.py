@@ -15,6 +15,7 @@ import numpy.typing as npt
 from .descriptor import Descriptor
 from .dtypes import ElementType
 from .errors import GeometryMismatch, InvalidSnapshot
+from .memory import array_module
 from .packing import E8M0_NEUTRAL, E8M0_TAG
 from .paged import (
     BlockTables,
@@ -280,22 +281,62 @@ def _check_writable(cache: DeclaredCache) -> None:
         flags = getattr(array, "flags", None)
         if flags is not None and not getattr(flags, "writeable", True):
             raise InvalidSnapshot(f"{name} is read-only", field="into", tensor=name, required="writable arrays")
-        if any(stride == 0 and size > 1 for size, stride in zip(array.shape, array.strides, strict=True)):
+        repeats = any(stride == 0 and size > 1 for size, stride in zip(array.shape, array.strides, strict=True))
+        if repeats and array.nbytes:
             raise InvalidSnapshot(
                 f"{name} shows one element at several places", field="into", tensor=name, offered=array.strides
             )
 
 
-def _check_distinct(declared: Sequence[DeclaredCache]) -> None:
-    seen: dict[int, str] = {}
-    for cache in declared:
-        name, array = tensor_name(cache.layer_index, cache.role), cache.pool.array
-        if not array.nbytes:
-            continue
+@dataclass(frozen=True, slots=True, eq=False)
+class _Extent:
+    """Where an array that is written to lies: bytes [low, high), its first axis `step` apart, `reach` bytes each."""
+
+    name: str
+    array: Any
+    low: int
+    high: int
+    step: int
+    reach: int
+
+    @classmethod
+    def of(cls, name: str, array: Any) -> _Extent:
         address = array.ctypes.data if isinstance(array, np.ndarray) else int(array.data.ptr)
-        other = seen.setdefault(address, name)
-        if other != name:
-            raise InvalidSnapshot(f"{name} and {other} are the same memory", field="into", tensor=name)
+        spans = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
+        low = address + sum(span for span in spans if span < 0)
+        high = address + sum(span for span in spans if span > 0) + array.itemsize
+        return cls(name, array, low, high, array.strides[0], high - low - abs(spans[0]))
+
+    def meets(self, other: _Extent) -> bool:
+        """Whether they have a byte in common."""
+        if self.high <= other.low or other.high <= self.low:
+            return False
+        if self.step == other.step > 0:  # pages of several caches in turns, as engines lay them out
+            apart = (other.low - self.low) % self.step
+            if self.reach <= apart and apart + other.reach <= self.step:
+                return False
+        return bool(array_module(self.array).shares_memory(self.array, other.array))
+
+
+def _check_distinct(declared: Sequence[DeclaredCache]) -> None:
+    devices: dict[tuple[int, int], list[_Extent]] = {}
+    for cache in declared:
+        name = tensor_name(cache.layer_index, cache.role)
+        extents = devices.setdefault((cache.pool.device_tag, cache.pool.device_id), [])
+        written = [(name, cache.pool.array)]
+        if cache.quantized is not None and isinstance(cache.quantized.scheme, PerBlockAffine):
+            written += [(f"a parameter of {name}", array) for array in cache.quantized.parameters]
+        extents += [_Extent.of(part, array) for part, array in written if array.nbytes]
+    for extents in devices.values():
+        extents.sort(key=lambda extent: extent.low)
+        for number, extent in enumerate(extents):
+            for other in extents[number + 1 :]:
+                if other.low >= extent.high:
+                    break
+                if extent.meets(other):
+                    raise InvalidSnapshot(
+                        f"{extent.name} and {other.name} have memory in common", field="into", tensor=other.name
+                    )
 
 
 def _compare(descriptor: Descriptor, cache: DeclaredCache) -> None:

@@ -13,9 +13,10 @@ chunks come first and hold nothing else.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, overload
 
 from hurray_wire.descriptor import Descriptor
 from hurray_wire.errors import GeometryMismatch, InvalidRequest, LimitExceeded
@@ -70,6 +71,48 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """`count` chunks from `first` on: one, or several of equal size, one after the other in one buffer."""
+
+    first: Chunk
+    count: int
+
+    def chunk(self, number: int) -> Chunk:
+        """The chunk `number` places after the first."""
+        if number == 0:
+            return self.first
+        first, (segment,) = self.first, self.first.segments
+        done = number * first.nbytes
+        part = Segment(segment.tensor, segment.buffer, segment.buffer_offset + done, 0, first.nbytes)
+        return Chunk(first.index + number, first.offset + done, first.nbytes, (part,))
+
+
+class Chunks(Sequence[Chunk]):
+    """The chunks of a plan, in the order in which they are sent. Takes memory in proportion to the buffers: chunks of
+    which a large buffer has many are made when they are asked for."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = tuple(runs)
+        self._starts = [run.first.index for run in self.runs]
+
+    def __len__(self) -> int:
+        return self.runs[-1].first.index + self.runs[-1].count if self.runs else 0
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Chunk]: ...
+
+    def __getitem__(self, index: int | slice) -> Chunk | list[Chunk]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        number = range(len(self))[index]
+        run = self.runs[bisect_right(self._starts, number) - 1]
+        return run.chunk(number - run.first.index)
+
+
+@dataclass(frozen=True, slots=True)
 class ImagePlan:
     """Where every buffer lies in the image, and its chunks.
 
@@ -80,24 +123,24 @@ class ImagePlan:
     chunk_bytes: int
     image_bytes: int
     buffer_offsets: tuple[tuple[int, ...], ...]
-    chunks: tuple[Chunk, ...]
+    chunks: Chunks
     index_chunk_count: int
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that cross the data plane."""
-        return sum(chunk.nbytes for chunk in self.chunks)
+        return sum(run.count * run.first.nbytes for run in self.chunks.runs)
 
     @property
     def max_chunk_bytes(self) -> int:
         """Bytes of the largest chunk: what a staging buffer must hold."""
-        return max((chunk.nbytes for chunk in self.chunks), default=0)
+        return max((run.first.nbytes for run in self.chunks.runs), default=0)
 
     def ready_chunk_count(self, ready_tensors: int) -> int:
         """How many leading chunks can be sent once the first `ready_tensors` tensors are ready."""
-        for chunk in self.chunks:
-            if chunk.last_tensor >= ready_tensors:
-                return chunk.index
+        for run in self.chunks.runs:
+            if run.first.last_tensor >= ready_tensors:
+                return run.first.index
         return len(self.chunks)
 
 
@@ -120,7 +163,7 @@ def check_shared_structure(descriptors: Sequence[Descriptor]) -> None:
 def plan_image(descriptors: Sequence[Descriptor], chunk_bytes: int, limits: Limits) -> ImagePlan:
     """The plan of a snapshot. Raises GeometryMismatch, InvalidRequest (chunk size), LimitExceeded.
 
-    Costs memory in proportion to the chunks, and refuses before that what has more of them than tags can number.
+    Costs memory and time in proportion to the buffers, however large they are said to be.
     """
     if chunk_bytes % PAGE_BYTES or not CHUNK_BYTES_MIN <= chunk_bytes <= CHUNK_BYTES_MAX:
         raise InvalidRequest(
@@ -142,24 +185,24 @@ def plan_image(descriptors: Sequence[Descriptor], chunk_bytes: int, limits: Limi
         offset, placed = _place(offset, [pool, *parameters])
         offsets.append((placed[0], *index_offsets, *placed[1:]))
     _check("max_snapshot_bytes", offset, limits.max_snapshot_bytes)
-    _check("max_chunk_count", -(-offset // chunk_bytes) + len(descriptors), CHUNK_COUNT_MAX)
     cutter = _Cutter(chunk_bytes)
     for number in (1, 2):
         cutter.add(INDEX, number, index_offsets[number - 1], descriptors[0].buffers[number].byte_size, PAGE_BYTES)
     cutter.cut()
-    index_chunk_count = len(cutter.chunks)
+    index_chunk_count = cutter.chunk_count
     for tensor, descriptor in enumerate(descriptors):
         for number, buffer in enumerate(descriptor.buffers):
             if number not in (1, 2):
                 unit = (descriptor.page_bytes if number == 0 else None) or PAGE_BYTES
                 cutter.add(tensor, number, offsets[tensor][number], buffer.byte_size, unit)
     cutter.cut()
+    _check("max_chunk_count", cutter.chunk_count, CHUNK_COUNT_MAX)
     return ImagePlan(
         descriptors=tuple(descriptors),
         chunk_bytes=chunk_bytes,
         image_bytes=offset,
         buffer_offsets=tuple(offsets),
-        chunks=tuple(cutter.chunks),
+        chunks=Chunks(cutter.runs),
         index_chunk_count=index_chunk_count,
     )
 
@@ -182,28 +225,36 @@ class _Cutter:
 
     def __init__(self, chunk_bytes: int) -> None:
         self.chunk_bytes = chunk_bytes
-        self.chunks: list[Chunk] = []
+        self.runs: list[Run] = []
+        self.chunk_count = 0
         self._offset = 0
         self._nbytes = 0
         self._segments: list[Segment] = []
 
     def add(self, tensor: int, buffer: int, offset: int, nbytes: int, unit: int) -> None:
-        """One whole buffer, which may be split at multiples of `unit` bytes."""
-        done = 0
-        while done < nbytes:
-            if self._segments and offset + nbytes - self._offset > self.chunk_bytes:
-                self.cut()
-            if not self._segments:
-                self._offset = offset + done
-            size = min(nbytes - done, max(unit, self.chunk_bytes // unit * unit))
-            self._segments.append(Segment(tensor, buffer, done, offset + done - self._offset, size))
-            self._nbytes = offset + done + size - self._offset
-            done += size
-            if done < nbytes:
-                self.cut()
+        """One whole buffer, which may be split at multiples of `unit` bytes; the last part stays open for more."""
+        if not nbytes:
+            return
+        if self._segments and offset + nbytes - self._offset > self.chunk_bytes:
+            self.cut()
+        size = max(unit, self.chunk_bytes // unit * unit)
+        whole = (nbytes - 1) // size
+        assert not (whole and self._segments), "what fits beside something is not split"
+        if whole:
+            first = Chunk(self.chunk_count, offset, size, (Segment(tensor, buffer, 0, 0, size),))
+            self._append(Run(first, whole))
+        done = whole * size
+        if not self._segments:
+            self._offset = offset + done
+        self._segments.append(Segment(tensor, buffer, done, offset + done - self._offset, nbytes - done))
+        self._nbytes = offset + nbytes - self._offset
 
     def cut(self) -> None:
         """End the chunk that is open, if one is."""
         if self._segments:
-            self.chunks.append(Chunk(len(self.chunks), self._offset, self._nbytes, tuple(self._segments)))
+            self._append(Run(Chunk(self.chunk_count, self._offset, self._nbytes, tuple(self._segments)), 1))
             self._segments = []
+
+    def _append(self, run: Run) -> None:
+        self.runs.append(run)
+        self.chunk_count += run.count

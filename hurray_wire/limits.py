@@ -30,5 +30,6 @@ class Limits:
     max_sequences: int = 1 << 20
     max_index_entries: int = 1 << 26
     max_key_bytes: int = KEY_MAX_BYTES
-    max_message_bytes: int = 64 << 20
-    """gRPC message size, both directions. One token count is at most 10 bytes."""
+    max_message_bytes: int = 8 << 20
+    """gRPC message size, both directions: an offer of all tensors and sequences that are allowed fits. Parsed, a hostile
+    message takes up to 40 times its size."""

@@ -32,11 +32,14 @@ from hurray_wire.limits import Limits
 from hurray_wire.paged import check_roles
 from hurray_wire.policy import STRICT, Policy
 from hurray_wire.status import from_status, to_status
-from hurray_wire.transport.base import TransportParameters
+from hurray_wire.transport.base import TAG_TRANSFER_BITS, TransportParameters
 from hurray_wire.v1 import transfer_pb2 as pb
 from hurray_wire.validate import Counts, check_token_counts
 
 PROTOCOL_VERSION: Final = 1
+
+DURATION_MAX_S: Final = 3650 * 86400.0
+"""Ten years: no duration on the wire is longer."""
 
 _ANNOTATIONS_MAX: Final = 64
 _ANNOTATION_BYTES_MAX: Final = 256
@@ -79,7 +82,7 @@ def check_request_id(request_id: str) -> None:
 def read_duration(duration: Duration, field: str) -> float:
     """Seconds of a duration from a peer. Raises InvalidRequest for one that is negative or above 10 years."""
     seconds = duration.seconds + duration.nanos / 1e9
-    if not 0 <= seconds <= 3650 * 86400:
+    if not 0 <= seconds <= DURATION_MAX_S:
         raise InvalidRequest("duration out of range", field=field, offered=f"{seconds} s", required="0 to 10 years")
     return seconds
 
@@ -89,6 +92,18 @@ def to_duration(seconds: float) -> Duration:
     return Duration(seconds=int(seconds), nanos=int(math.modf(seconds)[0] * 1e9))
 
 
+def check_sizes(offer: pb.Offer, limits: Limits) -> None:
+    """Raise LimitExceeded for more tensors, token counts or annotations than are taken: before anything that costs time
+    or memory for each of them."""
+    for name, offered, most in (
+        ("max_tensors", len(offer.tensors), limits.max_tensors),
+        ("max_sequences", len(offer.token_counts), limits.max_sequences),
+        ("annotations", len(offer.annotations), _ANNOTATIONS_MAX),
+    ):
+        if offered > most:
+            raise LimitExceeded("above the limit of this node", field=name, offered=offered, required=f"<= {most}")
+
+
 def read_offer(offer: pb.Offer, limits: Limits, policy: Policy = STRICT) -> OfferedSnapshot:
     """Check an offer as far as it goes without its contents: descriptors by every rule, one shared structure, roles
     and layers, token counts, sizes. Costs memory in proportion to the message, never to what it declares.
@@ -96,10 +111,7 @@ def read_offer(offer: pb.Offer, limits: Limits, policy: Policy = STRICT) -> Offe
     Raises InvalidDescriptor and Unsupported (with tensor, rule, field), GeometryMismatch, InvalidContents,
     InvalidSnapshot, InvalidRequest, LimitExceeded, CapabilityMismatch.
     """
-    if len(offer.tensors) > limits.max_tensors:
-        raise LimitExceeded(
-            "too many tensors", field="tensors", offered=len(offer.tensors), required=f"<= {limits.max_tensors}"
-        )
+    check_sizes(offer, limits)
     _check_annotations(offer.annotations)
     descriptors = tuple(
         _read_descriptor(tensor.descriptor, number, limits, policy) for number, tensor in enumerate(offer.tensors)
@@ -132,10 +144,6 @@ def _read_descriptor(data: bytes, number: int, limits: Limits, policy: Policy) -
 
 
 def _check_annotations(annotations: Mapping[str, str]) -> None:
-    if len(annotations) > _ANNOTATIONS_MAX:
-        raise LimitExceeded(
-            "too many annotations", field="annotations", offered=len(annotations), required=f"<= {_ANNOTATIONS_MAX}"
-        )
     for name, value in annotations.items():
         size = max(len(name.encode()), len(value.encode()))
         if size > _ANNOTATION_BYTES_MAX:
@@ -213,9 +221,17 @@ def read_source_message(message: pb.SourceMessage) -> s.Event:
 
 
 def read_target_message(message: pb.TargetMessage) -> s.ReceiptReceived | s.PeerStopped | pb.Accept:
-    """The event for a source that a target's message is, or its Accept. Raises ProtocolViolation for an empty one."""
+    """The event for a source that a target's message is, or its Accept. Raises ProtocolViolation for an empty one, and
+    for a transfer number that no tag can hold."""
     match message.WhichOneof("message"):
         case "accept":
+            if message.accept.transfer >= 1 << TAG_TRANSFER_BITS:
+                raise ProtocolViolation(
+                    "transfer number out of range",
+                    field="transfer",
+                    offered=message.accept.transfer,
+                    required=f"< 2**{TAG_TRANSFER_BITS}",
+                )
             return message.accept
         case "receipt":
             return s.ReceiptReceived(message.receipt)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from hurray_wire.descriptor import Descriptor
 from hurray_wire.destination import Destination
+from hurray_wire.errors import ArenaFull
 from hurray_wire.image import INDEX, Chunk, ImagePlan, Segment
 from hurray_wire.limits import PAGE_BYTES
 from hurray_wire.memory import DEVICE_CPU
@@ -251,9 +252,9 @@ class ImageTarget:
         """Gaps between chunks were never written by the peer, but may hold what the memory held before."""
         assert self.image is not None
         end = 0
-        for chunk in self.plan.chunks:
-            self.image[end : chunk.offset] = 0
-            end = chunk.offset + chunk.nbytes
+        for run in self.plan.chunks.runs:
+            self.image[end : run.first.offset] = 0
+            end = run.first.offset + run.count * run.first.nbytes
         self.image[end:] = 0
 
 
@@ -265,7 +266,7 @@ class OwnMemory:
 
     def reserve(self, nbytes: int) -> Bytes:
         """See ImageMemory."""
-        return self._allocate(nbytes)
+        return _allocated(self._allocate, nbytes)
 
     def settling(self) -> None:
         """Nothing to do: it is freed with its last reference."""
@@ -304,15 +305,15 @@ class ScatterTarget:
 
     def reserve(self) -> None:
         """See TargetPayload: index and parameters; landing memory is taken as chunks are posted."""
-        self._small[INDEX, 1] = self._allocate(self.plan.descriptors[0].buffers[1].byte_size)
-        self._small[INDEX, 2] = self._allocate(self.plan.descriptors[0].buffers[2].byte_size)
+        for number, handle in enumerate(self.plan.descriptors[0].buffers[1:3], 1):
+            self._small[INDEX, number] = _allocated(self._allocate, handle.byte_size)
         for tensor, descriptor in enumerate(self.plan.descriptors):
             for number, handle in enumerate(descriptor.buffers[3:], 3):
-                self._small[tensor, number] = self._allocate(handle.byte_size)
+                self._small[tensor, number] = _allocated(self._allocate, handle.byte_size)
 
     def memory(self, chunk: Chunk) -> Any:
         """See TargetPayload."""
-        buffer = self._spare.pop() if self._spare else self._allocate(self.plan.max_chunk_bytes)
+        buffer = self._spare.pop() if self._spare else _allocated(self._allocate, self.plan.max_chunk_bytes)
         self._landing[chunk.index] = buffer
         return buffer[: chunk.nbytes]
 
@@ -371,6 +372,14 @@ class ScatterTarget:
         """Clear the named pages if the transfer failed after it had touched any."""
         if not keep and self._touched:
             self._destination.clear()
+
+
+def _allocated(allocate: Callable[[int], Bytes], nbytes: int) -> Bytes:
+    """Memory of this process. Raises ArenaFull where the system has none."""
+    try:
+        return allocate(nbytes)
+    except (OSError, MemoryError) as error:
+        raise ArenaFull(f"this process cannot have memory for the snapshot: {error}", offered=nbytes) from None
 
 
 def scrub_segment(plan: ImagePlan, segment: Segment, memory: Bytes, live: npt.NDArray[np.uint32]) -> int:

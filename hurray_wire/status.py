@@ -2,11 +2,14 @@
 
 An ErrorInfo of our domain names the reason and carries the details, a BadRequest repeats the field for tools that know
 no more, a RetryInfo says when waiting helps. The class is rebuilt from (domain, reason), never from text.
+
+A status may come from a peer, and an error may quote one: text is cut, in both directions, to what fits gRPC's 8 KiB of
+trailing metadata, and nothing that a status holds makes these functions raise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -29,6 +32,14 @@ from hurray_wire.errors import (
 
 STATUS_TRAILER: Final = "grpc-status-details-bin"
 
+MESSAGE_MAX_BYTES: Final = 512
+DETAIL_MAX_BYTES: Final = 384
+DETAIL_NAME_MAX_BYTES: Final = 64
+DETAILS_MAX_BYTES: Final = 2560
+"""Names and values of all details together; the longest are left out first."""
+
+RETRY_AFTER_MAX_S: Final = 86400.0
+
 _BARE: Final[dict[str, type[HurrayError]]] = {
     "UNAVAILABLE": PeerUnavailable,
     "DEADLINE_EXCEEDED": DeadlineExceeded,
@@ -43,14 +54,15 @@ _BARE: Final[dict[str, type[HurrayError]]] = {
 
 def to_status(error: HurrayError) -> status_pb2.Status:
     """The status that carries the error."""
-    status = status_pb2.Status(code=code_pb2.Code.Value(error.code), message=error.message)
-    _pack(status, error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=error.details))
-    if error.code == "INVALID_ARGUMENT" and error.field is not None:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+    message, details = cut_text(error.message, MESSAGE_MAX_BYTES), _cut_details(error.details)
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.code), message=message)
+    _pack(status, error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=details))
+    if error.code == "INVALID_ARGUMENT" and "field" in details:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=details["field"], description=message)
         _pack(status, error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_after_s is not None:
         info = error_details_pb2.RetryInfo()
-        info.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        info.retry_delay.FromNanoseconds(int(_retry_after_s(error.retry_after_s) * 1e9))
         _pack(status, info)
     return status
 
@@ -62,17 +74,21 @@ def from_status(status: status_pb2.Status) -> HurrayError:
     for detail in status.details:
         found = error_details_pb2.ErrorInfo()
         retry = error_details_pb2.RetryInfo()
-        if detail.Is(found.DESCRIPTOR) and detail.Unpack(found) and found.domain == ERROR_DOMAIN:
-            info = found
-        elif detail.Is(retry.DESCRIPTOR) and detail.Unpack(retry):
-            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+        try:
+            if detail.Unpack(found) and found.domain == ERROR_DOMAIN:
+                info = found
+            elif detail.Unpack(retry):
+                retry_after_s = _retry_after_s(retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9)
+        except DecodeError:
+            continue
     code = code_pb2.Code.Name(status.code) if status.code in code_pb2.Code.values() else "UNKNOWN"
     if info is None:
         return from_code(code, status.message)
     known = error_class(info.reason)
     details = {name: value for name, value in info.metadata.items() if name != "retry_after_s"}
     if known is None or known is RemoteError:
-        return _build(RemoteError, status.message, retry_after_s, {**details, "code": code, "reason": info.reason})
+        reason = cut_text(info.reason, DETAIL_NAME_MAX_BYTES)
+        return _build(RemoteError, status.message, retry_after_s, {**details, "code": code, "reason": reason})
     return _build(known, status.message, retry_after_s, details)
 
 
@@ -110,6 +126,30 @@ def _pack(status: status_pb2.Status, message: error_details_pb2.ErrorInfo | obje
 
 
 def _build(kind: type[HurrayError], message: str, retry_after_s: float | None, details: dict[str, str]) -> HurrayError:
-    error = kind(message, retry_after_s=retry_after_s)
-    error.details.update(details)
+    error = kind(cut_text(message, MESSAGE_MAX_BYTES), retry_after_s=retry_after_s)
+    error.details.update(_cut_details(details))
     return error
+
+
+def cut_text(text: str, max_bytes: int) -> str:
+    """The text, or as much of its beginning as has at most `max_bytes` bytes of UTF-8, "..." at its end."""
+    data = text.encode("utf-8", "replace")
+    if len(data) <= max_bytes:
+        return data.decode()
+    return data[: max_bytes - 3].decode("utf-8", "ignore") + "..."
+
+
+def _cut_details(details: Mapping[str, str]) -> dict[str, str]:
+    cut = {cut_text(name, DETAIL_NAME_MAX_BYTES): cut_text(value, DETAIL_MAX_BYTES) for name, value in details.items()}
+    left = DETAILS_MAX_BYTES
+    kept = set()
+    for name, value in sorted(cut.items(), key=lambda item: len(item[1])):
+        left -= len(name.encode()) + len(value.encode())
+        if left < 0:
+            break
+        kept.add(name)
+    return {name: value for name, value in cut.items() if name in kept}
+
+
+def _retry_after_s(seconds: float) -> float:
+    return min(max(seconds, 0.0), RETRY_AFTER_MAX_S)

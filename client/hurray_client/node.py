@@ -234,6 +234,11 @@ class Node:
         self._version_checked = False
         self._closed = False
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
     def session(self, call: Call) -> Session:
         """The open session, opened now if there is none.
 

@@ -85,7 +85,7 @@ class LocalDataPlane:
 
     def unwatch(self, peer: int, lost: Callable[[HurrayError], None]) -> None:
         """`lost` is called no more."""
-        if self._watchers.get(peer) is lost:
+        if self._watchers.get(peer) == lost:  # a bound method is a new object each time
             del self._watchers[peer]
 
     def close(self) -> None:

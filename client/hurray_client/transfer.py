@@ -1,22 +1,25 @@
 """Put and get: one gRPC stream and one session machine each, brought together.
 
-The caller's thread reads the stream and hands what the node says to the data plane; the data-plane thread hands what
+A thread per transfer reads the stream and hands what the node says to the data plane; the data-plane thread hands what
 the machine says to the stream. The machine decides. A transfer is over when both the machine has ended, so that no
-memory is in use any more, and the stream has.
+memory is in use any more, and the stream has. The caller's thread only waits for that: an interrupt (Ctrl-C) in the
+middle of gRPC leaves a stream that can neither be read nor cancelled.
 """
 
 from __future__ import annotations
 
 import math
+import threading
+import uuid
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Final, cast
 
 import grpc
 import numpy as np
+import structlog
 from google.protobuf.duration_pb2 import Duration
 
 from hurray_client.call import Alarm, Call
@@ -32,13 +35,16 @@ from hurray_wire.errors import (
     CapabilityMismatch,
     DataPlaneUnavailable,
     HurrayError,
+    InternalError,
     InvalidRequest,
+    Misuse,
     ProtocolViolation,
 )
 from hurray_wire.image import ImagePlan, plan_image
 from hurray_wire.limits import Limits
 from hurray_wire.memory import aligned_empty
 from hurray_wire.messages import (
+    DURATION_MAX_S,
     OfferedSnapshot,
     check_key,
     check_request_id,
@@ -57,8 +63,7 @@ from hurray_wire.snapshot import KVSnapshot, KVTensor
 from hurray_wire.status import from_status, to_status
 from hurray_wire.v1 import transfer_pb2 as pb
 
-DURATION_MAX_S: Final = 3650 * 86400.0
-"""Ten years: what nodes take."""
+_log = structlog.get_logger("hurray.client")
 
 SETTLE_S: Final = 2.0
 """How long the node may take to end the stream of a transfer that has ended here, draining included."""
@@ -172,7 +177,7 @@ class GetOrder:
 
 
 class _Exchange:
-    """One stream and one machine: messages go out through `tell`, the machine's end comes back through `ended`."""
+    """One stream and one machine: messages go out through `tell`, the machine's end comes back through `listener`."""
 
     def __init__(self, node: Node, session: Session, refusal: Callable[[HurrayError], s.Event]) -> None:
         """`refusal`: what it means to the machine that the node itself ended the stream with this error."""
@@ -180,10 +185,15 @@ class _Exchange:
         self._refusal = refusal
         self.plane: DataPlane = session.plane
         self.number = session.plane.new_transfer()
-        self.ended: Future[Ended] = Future()
         self.accepted = False
-        self.stream: Any = None
+        self._ended: Ended | None = None
+        self._stream: Any = None
+        self._stream_over = False
+        self._cut = False
         self._outbound: SimpleQueue[Any] = SimpleQueue()
+        self._takers: SimpleQueue[Callable[[Any], None]] = SimpleQueue()
+        self._heard: SimpleQueue[Any] = SimpleQueue()
+        self._bell: SimpleQueue[None] = SimpleQueue()
         self._settle_alarm: Alarm | None = None
 
     def tell(self, message: Any) -> None:
@@ -197,12 +207,10 @@ class _Exchange:
 
     def cut(self) -> None:
         """End the stream now."""
-        if self.stream is not None:
-            self.stream.cancel()
-
-    def begin(self, method: Any, budget_s: float) -> None:
-        """Open the stream. Its deadline is later than the machine's, which knows the stage."""
-        self.stream = method(iter(self._outbound.get, None), timeout=budget_s + GRACE_S)
+        self._cut = True
+        stream = self._stream
+        if stream is not None:
+            stream.cancel()
 
     def listener(self, encode: Callable[[Output], Any]) -> Listener:
         """Where the machine's outputs go: to the node, as `encode` says them (None: not at all)."""
@@ -211,7 +219,8 @@ class _Exchange:
             if isinstance(output, Ended):
                 drain_s = sum(seconds for stage, seconds in output.stages if stage == _DRAIN)
                 self.finish(max(SETTLE_LEAST_S, SETTLE_S - drain_s))
-                self.ended.set_result(output)
+                self._ended = output
+                self._bell.put(None)
                 return
             message = encode(output)
             if message is not None:
@@ -227,21 +236,55 @@ class _Exchange:
         """The caller gives up."""
         self.post(s.Failed(Cancelled("the call was cancelled")))
 
-    def run(self, call: Call, take: Callable[[Any], None]) -> Ended:
-        """Read the stream until it ends, handing each message to `take`; then how the machine ended."""
+    def open(self, method: Any, budget_s: float, take: Callable[[Any], None] | None = None) -> None:
+        """Open the stream. Its deadline is later than the machine's, which knows the stage. What the node says goes to
+        `take`, in the stream's thread; without it, the first message goes to `first` and the others wait for `follow`.
+        """
+        threading.Thread(
+            target=self._read, args=(method, budget_s, take), name=f"hurray-stream-{self.number}", daemon=True
+        ).start()
+
+    def first(self, call: Call, stage: str) -> Any:
+        """The first message; None for a stream that ended without one. Until it comes there is no machine that keeps
+        the time. Afterwards one of `follow`, `refuse`, `drop` and `abandon` is due.
+
+        Raises RpcError, and the errors of the call.
+        """
+        try:
+            with call.on_cancel(lambda: self._heard.put(None)):
+                heard = None
+                while heard is None:
+                    with suppress(Empty):
+                        heard = self._heard.get(timeout=call.left_s(stage))
+        except BaseException:
+            self.abandon()
+            raise
+        if isinstance(heard, Exception):
+            self.tell(None)
+            raise heard
+        return None if heard is _END else heard
+
+    def follow(self, take: Callable[[Any], None]) -> None:
+        """Hand all that comes after the first message to `take`."""
+        self._takers.put(take)
+
+    def run(self, call: Call, start: Callable[[], None]) -> Ended:
+        """Once the machine has begun: `start` the stream, or what follows of it; when both have ended, how the machine
+        did."""
         try:
             with call.on_cancel(self.cancel):
                 try:
-                    self._read(take)
-                except BaseException:
-                    # The caller's thread is interrupted: memory may be in use until the transfer has settled.
-                    self.cancel()
-                    self._read(take)
-                    self._wait()
+                    start()
+                    return self._wait(for_stream=True)
+                except HurrayError:
                     raise
-                return self._wait()
+                except BaseException:
+                    # The caller's thread is interrupted: memory may be in use until the machine has ended.
+                    self.cancel()
+                    self._wait(for_stream=False)
+                    raise
         finally:
-            if self._settle_alarm is not None:
+            if self._stream_over and self._settle_alarm is not None:
                 self._settle_alarm.cancel()
 
     def refuse(self, message: Any) -> None:
@@ -252,22 +295,57 @@ class _Exchange:
     def drop(self) -> None:
         """Before the machine has begun: wait until the node is done with the transfer."""
         self.finish()
-        with suppress(grpc.RpcError):
-            for _ in self.stream:
-                pass
+        self.follow(_ignore)
+        while not self._stream_over:
+            self._bell.get()
         assert self._settle_alarm is not None
         self._settle_alarm.cancel()
 
-    def _read(self, take: Callable[[Any], None]) -> None:
+    def abandon(self) -> None:
+        """Before the machine has begun: cut the stream, and wait for nothing."""
+        self.follow(_ignore)
+        self.finish(0.0)
+
+    def _read(self, method: Any, budget_s: float, take: Callable[[Any], None] | None) -> None:
+        """The stream's thread."""
+        failure: Exception | None = None
         try:
-            for message in self.stream:
-                try:
-                    take(message)
-                except HurrayError as error:
-                    self.post(s.Failed(error))
-        except grpc.RpcError as failure:
-            self._end_of_stream(failure)
+            self._stream = method(iter(self._outbound.get, None), timeout=budget_s + GRACE_S)
+            if self._cut:
+                self._stream.cancel()
+            for message in self._stream:
+                if take is None:
+                    self._heard.put(message)
+                    take = self._takers.get()
+                else:
+                    self._hand_over(message, take)
+        except grpc.RpcError as error:
+            failure = error
+            self._end_of_stream(error)
+        except Exception as error:
+            failure = self._fault(error)
         self.post(s.StreamLost())
+        self._stream = None  # its destructor is no place for an interrupt either
+        self._stream_over = True
+        self._heard.put(failure or _END)
+        self._bell.put(None)
+
+    def _hand_over(self, message: Any, take: Callable[[Any], None]) -> None:
+        try:
+            take(message)
+        except HurrayError as error:
+            self.post(s.Failed(error))
+
+    def _fault(self, error: Exception) -> HurrayError:
+        """What neither the node nor gRPC's status explains: the channel was closed meanwhile, or a fault of ours."""
+        if self.node.closed:
+            failure: HurrayError = Misuse("the client is closed")
+        else:
+            log_id = uuid.uuid4().hex[:12]
+            _log.error("internal error", log_id=log_id, node=self.node.target, exc_info=error)
+            failure = InternalError("a fault of this program; its log has the cause", log_id=log_id)
+        self.post(s.Failed(failure))
+        return failure
 
     def _end_of_stream(self, failure: grpc.RpcError) -> None:
         """Tell the machine what the status says: without details of the node it is no more than a broken stream, unless
@@ -278,14 +356,24 @@ class _Exchange:
         elif error.code not in ("CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE"):
             self.post(s.Failed(error))
 
-    def _wait(self) -> Ended:
-        while self.plane.running:
-            with suppress(TimeoutError):
-                return self.ended.result(1.0)
-        try:
-            return self.ended.result(STOP_S)  # one that stops ends its transfers first
-        except TimeoutError:
-            raise DataPlaneUnavailable("the data plane of this process is gone", stage="drain") from None
+    def _wait(self, *, for_stream: bool) -> Ended:
+        # Not a condition or a future: an interrupt inside those can leave their lock taken.
+        while self._ended is None or (for_stream and not self._stream_over):
+            try:
+                self._bell.get(timeout=1.0)
+            except Empty:
+                if self._ended is None and not self.plane.running:
+                    self.finish(0.0)
+                    raise DataPlaneUnavailable("the data plane of this process is gone", stage="drain") from None
+        return self._ended
+
+
+_END: Final = object()
+"""Heard at the end of a stream that ended well."""
+
+
+def _ignore(_message: Any) -> None:
+    """What comes when nobody asks any more."""
 
 
 def _usable_transports(session: Session, required: str | None) -> list[str]:
@@ -335,11 +423,10 @@ def put_once(node: Node, call: Call, order: PutOrder) -> Receipt:
         offer = order.offer(plan, session.plane.incarnation, transports)
         budget_s = call.left_s("offer")
         exchange.tell(pb.PutRequest(source=pb.SourceMessage(offer=offer)))
-        exchange.begin(node.stub.Put, budget_s)
         exchange.plane.begin_source(
             exchange.number, SourceOrder(session.peer, payload, order.hash, budget_s, exchange.listener(encode))
         )
-        ended = exchange.run(call, take)
+        ended = exchange.run(call, lambda: exchange.open(node.stub.Put, budget_s, take))
         _raise_if_failed(exchange, ended)
     return Receipt.from_proto(ended.receipt)
 
@@ -351,7 +438,7 @@ def get_once(node: Node, call: Call, order: GetOrder) -> ReceivedSnapshot:
     exchange = _Exchange(node, session, s.Failed)
     budget_s = call.left_s("offer")
     exchange.tell(pb.GetRequest(open=order.open(session.plane.incarnation, transports)))
-    exchange.begin(node.stub.Get, budget_s)
+    exchange.open(node.stub.Get, budget_s)
     offer = _await_offer(exchange, call, "wait" if order.wait_s else "offer")
     try:
         transport = choose_transport(transports, offer.transports)
@@ -361,11 +448,17 @@ def get_once(node: Node, call: Call, order: GetOrder) -> ReceivedSnapshot:
     except HurrayError as error:
         exchange.refuse(pb.GetRequest(target=pb.TargetMessage(stop=pb.Stop(error=to_status(error)))))
         raise
+    except BaseException:
+        exchange.abandon()
+        raise
     reporter = Reporter(call, order.on_progress, offered.plan.wire_bytes) if order.on_progress is not None else None
     payload: TargetPayload = landing.payload
     if reporter is not None:
         payload = cast("TargetPayload", Counted(payload, reporter))
     accept = pb.Accept(transfer=exchange.number, transport=transport, window=node.config.window)
+
+    def take(response: pb.GetResponse) -> None:
+        exchange.post(read_source_message(response.source))
 
     def encode(output: Output) -> pb.GetRequest | None:
         if isinstance(output, PrepareCommit):
@@ -380,7 +473,7 @@ def get_once(node: Node, call: Call, order: GetOrder) -> ReceivedSnapshot:
             session.peer, transport, payload, offered.hash, budget_s, node.config.window, exchange.listener(encode)
         )
         exchange.plane.begin_target(exchange.number, target)
-        ended = exchange.run(call, lambda response: exchange.post(read_source_message(response.source)))
+        ended = exchange.run(call, lambda: exchange.follow(take))
         if ended.error is not None:
             landing.explain(ended.error)
         _raise_if_failed(exchange, ended)
@@ -399,23 +492,14 @@ def _raise_if_failed(exchange: _Exchange, ended: Ended) -> None:
 
 
 def _await_offer(exchange: _Exchange, call: Call, stage: str) -> pb.Offer:
-    """The first message of a get: until it comes there is no machine that keeps the time."""
-    late = exchange.node.alarms.after(call.left_s(stage), exchange.cut)
+    """The first message of a get."""
     try:
-        with call.on_cancel(exchange.cut):
-            response: pb.GetResponse | None = next(exchange.stream, None)
+        response: pb.GetResponse | None = exchange.first(call, stage)
     except grpc.RpcError as failure:
-        exchange.tell(None)
         if not has_details(failure):
             call.left_s(stage)
         error = rpc_error(failure, stage=stage, peer=exchange.node.target)
         raise TryAgain(error) if is_passing(error) else error from None
-    except BaseException:
-        exchange.tell(None)
-        exchange.cut()
-        raise
-    finally:
-        late.cancel()
     message = pb.SourceMessage() if response is None else response.source
     kind = message.WhichOneof("message")
     if kind == "offer":

@@ -25,6 +25,7 @@ from pydantic_settings import (
 from hurray_wire.errors import InvalidRequest, Misuse
 from hurray_wire.image import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, align
 from hurray_wire.limits import DEFAULT_CHUNK_BYTES, DEFAULT_WINDOW, MAX_WINDOW, PAGE_BYTES, Limits
+from hurray_wire.messages import DURATION_MAX_S
 from hurray_wire.transport.ucx import UcxConfig
 
 DEFAULT_CONFIG_PATH = Path("/etc/hurray/hurrayd.toml")
@@ -50,7 +51,7 @@ class LeaseConfig(_Section):
     """How long snapshots are kept."""
 
     default_s: float = Field(default=60.0, gt=0)
-    max_s: float = Field(default=3600.0, gt=0)
+    max_s: float = Field(default=3600.0, gt=0, le=DURATION_MAX_S)
     """A longer lease asked for is cut to this."""
 
     @model_validator(mode="after")
@@ -71,6 +72,8 @@ class LimitsConfig(_Section):
     max_snapshots: int = Field(default=100_000, ge=1)
     max_transfers: int = Field(default=256, ge=1)
     max_sessions: int = Field(default=1024, ge=1)
+    max_calls: int = Field(default=4096, ge=8)
+    """Calls at a time: sessions, transfers, waits for a key and all others."""
 
 
 class TransferConfig(_Section):
@@ -80,7 +83,7 @@ class TransferConfig(_Section):
     """Chunks in flight per transfer."""
     chunk_bytes: int = Field(default=DEFAULT_CHUNK_BYTES, ge=CHUNK_BYTES_MIN, le=CHUNK_BYTES_MAX)
     """Chunk size of snapshots that this node sends."""
-    max_budget_s: float = Field(default=600.0, gt=0)
+    max_budget_s: float = Field(default=600.0, gt=0, le=DURATION_MAX_S)
     """Longest time for one transfer, and for a wait for a key; a caller's own deadline may be shorter."""
 
     @field_validator("chunk_bytes")
@@ -117,7 +120,7 @@ class Config(BaseSettings):
     """Name of this node, for people."""
     insecure: bool = False
     """Serve in plain text to everyone who reaches an address that is not loopback."""
-    drain_s: float = Field(default=30.0, ge=0)
+    drain_s: float = Field(default=30.0, ge=0, le=DURATION_MAX_S)
     """How long running transfers may take after a stop was asked for."""
 
     arena: ArenaConfig = ArenaConfig()

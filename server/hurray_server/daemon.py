@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection
 
 from hurray_server.config import Config, is_loopback, split_address
 from hurray_server.node import Node
-from hurray_server.service import Service
+from hurray_server.service import MalformedRequests, Service
 from hurray_wire.errors import InternalError, InvalidRequest
 from hurray_wire.v1 import transfer_pb2, transfer_pb2_grpc
 
@@ -76,6 +76,8 @@ class Daemon:
     def _make_server(self) -> grpc.aio.Server:
         most = self._config.limits.max_message_bytes
         server = grpc.aio.server(
+            interceptors=[MalformedRequests()],
+            maximum_concurrent_rpcs=self._config.limits.max_calls,
             options=[
                 ("grpc.so_reuseport", 0),  # else a second daemon would share the port, unnoticed
                 ("grpc.max_receive_message_length", most),
@@ -88,7 +90,7 @@ class Daemon:
                 # Clients ping, too, and must not be sent away for it.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
                 ("grpc.http2.max_ping_strikes", 0),
-            ]
+            ],
         )
         transfer_pb2_grpc.add_TransferServiceServicer_to_server(Service(self._node, self.ask_to_stop), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

@@ -40,7 +40,6 @@ from hurray_wire.messages import (
 )
 from hurray_wire.payload import ImageSource, ImageTarget
 from hurray_wire.status import from_status, to_status
-from hurray_wire.transport.base import TAG_TRANSFER_BITS
 from hurray_wire.transport.ucx import UcxTransport, loaded_ucx
 from hurray_wire.v1 import mover_pb2 as mpb
 from hurray_wire.v1 import transfer_pb2 as pb
@@ -223,13 +222,6 @@ class Mover:
                 field="transport",
                 offered=accept.transport[:16],
                 required=running.transport,
-            )
-        if accept.transfer >= 1 << TAG_TRANSFER_BITS:
-            raise ProtocolViolation(
-                "transfer number out of range",
-                field="transfer",
-                offered=accept.transfer,
-                required=f"< 2**{TAG_TRANSFER_BITS}",
             )
         self._plane.accept(transfer, accept.transfer, accept.transport, min(accept.window, MAX_WINDOW))
 

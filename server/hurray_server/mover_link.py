@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Final, Protocol
 
 import structlog
@@ -186,17 +186,13 @@ class MoverLink:
     # --- supervision ------------------------------------------------------------------------------------------------
 
     async def _start_one(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            ours.setblocking(False)
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-P", "-m", "hurray_server.mover", str(theirs.fileno()), self._config.to_json()),
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-            )
-        self._pidfd = os.pidfd_open(self._process.pid)
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        try:
+            await self._spawn()
+        except OSError as error:  # no more descriptors, processes or memory: perhaps later
+            await self._end_process(kill=True)
+            raise DataPlaneUnavailable(
+                f"the data plane of this node cannot be started: {error}", retry_after_s=1.0, stage="start"
+            ) from None
         try:
             async with asyncio.timeout(START_S):
                 report = await self._next_report()
@@ -210,6 +206,21 @@ class MoverLink:
         self.started = report.started
         self.usage = mpb.MoverUsage(arena=report.started.arena)
         self._on_up(report.started)
+
+    async def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs, ExitStack() as undo:
+            undo.enter_context(ours)
+            ours.setblocking(False)
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-P", "-m", "hurray_server.mover", str(theirs.fileno()), self._config.to_json()),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+            self._pidfd = os.pidfd_open(self._process.pid)
+            self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+            undo.pop_all()
 
     async def _supervise(self) -> None:
         while True:
@@ -327,9 +338,13 @@ class MoverLink:
             self._kill()
             await self._process.wait()
         self._process = None
-        os.close(self._pidfd)
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
 
     def _kill(self) -> None:
-        # Not by Process.kill: that reaps the process, and asyncio then misses it.
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        # Not by Process.kill: that reaps the process, and asyncio then misses it. Without a descriptor of it the closed
+        # socket has to do.
+        if self._pidfd >= 0:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)

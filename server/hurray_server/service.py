@@ -10,10 +10,11 @@ import hashlib
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.metadata import version
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, Self, TypeVar
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 from structlog.contextvars import bind_contextvars
 
 from hurray_server.node import Node
@@ -38,6 +39,7 @@ from hurray_wire.messages import (
     OfferedSnapshot,
     check_key,
     check_request_id,
+    check_sizes,
     choose_transport,
     read_duration,
     read_offer,
@@ -45,8 +47,8 @@ from hurray_wire.messages import (
 )
 from hurray_wire.status import STATUS_TRAILER, to_status
 from hurray_wire.v1 import mover_pb2 as mpb
+from hurray_wire.v1 import transfer_pb2, transfer_pb2_grpc
 from hurray_wire.v1 import transfer_pb2 as pb
-from hurray_wire.v1 import transfer_pb2_grpc
 
 _log = structlog.get_logger("hurray.service")
 
@@ -57,10 +59,13 @@ FIRST_MESSAGE_S: Final = 30.0
 """Longest time from the beginning of a stream to its first message."""
 
 INLINE_TENSORS: Final = 64
-"""An offer of more tensors is checked in a thread: it takes milliseconds that other calls should not wait for."""
+INLINE_TOKEN_COUNTS: Final = 1 << 14
+"""An offer of more is checked in a thread: it takes milliseconds that other calls should not wait for."""
 
 SCHEME_TAGS: Final = (0x01, 0x02, 0x03)
 """Quantization schemes of the format that are taken."""
+
+_METHODS: Final = f"/{transfer_pb2.DESCRIPTOR.services_by_name['TransferService'].full_name}/"
 
 LIST_DEFAULT: Final = 100
 LIST_MAX: Final = 1000
@@ -77,10 +82,15 @@ def _answers(method: HandlerT) -> HandlerT:
         # Each call is a task of its own, and so is its logging context.
         bind_contextvars(method=method.__name__, address=context.peer())
         try:
+            if isinstance(request, _Malformed):
+                raise _not_a_message()
+            if isinstance(request, AsyncIterator):
+                request = _Requests(context)
             return await method(self, request, context)
         except HurrayError as error:
             _log.info("call failed", reason=error.reason, error=str(error))
-            await _abort(context, error)
+            # Without its traceback, for the same reason: the call keeps its last exception.
+            await _abort(context, error.with_traceback(None))
         except grpc.aio.AbortError:
             raise
         except Exception:
@@ -92,10 +102,53 @@ def _answers(method: HandlerT) -> HandlerT:
 
 
 async def _abort(context: Context, error: HurrayError) -> NoReturn:
-    code = getattr(grpc.StatusCode, error.code)
-    trailer = ((STATUS_TRAILER, to_status(error).SerializeToString()),)
-    await context.abort(code, error.message, trailer)
+    code, status = getattr(grpc.StatusCode, error.code), to_status(error)
+    await context.abort(code, status.message, ((STATUS_TRAILER, status.SerializeToString()),))
     raise AssertionError("abort raises")
+
+
+class _Requests:
+    """The messages of a stream. gRPC's own iterator keeps the last one in a cycle with its call, until some collection
+    of garbage: a hostile offer takes hundreds of megabytes."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        message = await self._context.read()
+        if message is grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in the stubs
+            raise StopAsyncIteration
+        return message
+
+
+class _Malformed:
+    """Stands for a request that could not be parsed."""
+
+
+class MalformedRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic when it runs
+    """Lets a request that cannot be parsed reach its handler, which refuses it by name: gRPC would log it as a fault of
+    this program. Requests of streams are parsed where they are read."""
+
+    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        """See grpc.aio.ServerInterceptor."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming or not handler_call_details.method.startswith(_METHODS):
+            return handler
+
+        def parse(data: bytes) -> object:
+            try:
+                return handler.request_deserializer(data)
+            except DecodeError:
+                return _Malformed()
+
+        return grpc.unary_unary_rpc_method_handler(handler.unary_unary, parse, handler.response_serializer)
+
+
+def _not_a_message() -> ProtocolViolation:
+    return ProtocolViolation("not a message of this service", field="message", offered="bytes that cannot be parsed")
 
 
 class Service(transfer_pb2_grpc.TransferServiceServicer):
@@ -152,7 +205,10 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if session.ended.done():
                 raise session.ended.result()
-            message = heard.result()
+            try:
+                message = heard.result()
+            except DecodeError:
+                raise _not_a_message() from None
             orderly = message is not None and message.WhichOneof("message") == "bye"
             if message is not None and not orderly:
                 raise ProtocolViolation("unexpected message", offered=message.WhichOneof("message"), required="bye")
@@ -184,6 +240,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
         if first.WhichOneof("message") != "offer":
             raise ProtocolViolation("a put begins with Offer", offered=first.WhichOneof("message"))
         offer = first.offer
+        check_sizes(offer, self._node.limits)
         check_request_id(offer.request_id)
         check_key(offer.key)
         bind_contextvars(key=offer.key, request_id=offer.request_id, tenant=principal.tenant)
@@ -220,8 +277,9 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
     async def _begin_put(self, principal: Principal, offer: pb.Offer, running: Running, budget: _Budget) -> PutTransfer:
         node = self._node
         lease_s = self._lease_s(offer.lease if offer.HasField("lease") else None)
-        if len(offer.tensors) > INLINE_TENSORS:
+        if len(offer.tensors) > INLINE_TENSORS or len(offer.token_counts) > INLINE_TOKEN_COUNTS:
             offered = await asyncio.to_thread(read_offer, offer, node.limits)
+            node.require_ready("offer")  # others may have begun meanwhile, or a drain
         else:
             offered = read_offer(offer, node.limits)
         session = node.sessions.find(principal, offer.incarnation)
@@ -358,9 +416,15 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
         found = self._node.store.scan(
             request.prefix, after=_read_page_token(request.page_token), limit=size + 1, now_s=self._node.now_s()
         )
-        response = pb.ListResponse(snapshots=[self._info(snapshot) for snapshot in found[:size]])
-        if len(found) > size:
-            response.next_page_token = base64.urlsafe_b64encode(found[size - 1].key.encode()).decode()
+        response, left_bytes = pb.ListResponse(), self._node.limits.max_message_bytes // 2
+        for snapshot in found[:size]:
+            info = self._info(snapshot)
+            left_bytes -= info.ByteSize()
+            if left_bytes < 0 and response.snapshots:
+                break
+            response.snapshots.append(info)
+        if len(found) > len(response.snapshots):
+            response.next_page_token = base64.urlsafe_b64encode(response.snapshots[-1].key.encode()).decode()
         return response
 
     @_answers
@@ -423,6 +487,8 @@ async def _first(requests: AsyncIterator[MessageT], context: Context) -> Message
             return await anext(requests)
     except StopAsyncIteration:
         raise ProtocolViolation("the stream ended before its first message") from None
+    except DecodeError:
+        raise _not_a_message() from None
     except TimeoutError:
         raise DeadlineExceeded(
             "no first message in time", stage="open", budget_s=FIRST_MESSAGE_S, peer=context.peer()
@@ -444,6 +510,8 @@ async def _pump(
             async for message in inputs:
                 transfer.input(message)
                 await drain()
+        except DecodeError:
+            transfer.cancel(_not_a_message())
         except Exception:  # whatever gRPC raises on a stream that cannot be read: it is broken
             transfer.stream_lost()
 

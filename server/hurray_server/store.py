@@ -162,10 +162,17 @@ class Store:
         snapshot = Snapshot(claim.key, self._generation, contents, now_s, now_s + lease_s)
         self._snapshots[claim.key] = snapshot
         insort(self._keys, claim.key)
-        heapq.heappush(self._leases, (snapshot.expires_s, claim.key, snapshot.generation))
+        self._add_lease(snapshot)
         for notify in list(self._waiters.get(claim.key, {}).values()):
             notify()
         return snapshot
+
+    def _add_lease(self, snapshot: Snapshot) -> None:
+        """Note when it ends. Entries of snapshots that are gone before that are dropped when they are the majority."""
+        heapq.heappush(self._leases, (snapshot.expires_s, snapshot.key, snapshot.generation))
+        if len(self._leases) > 2 * len(self._snapshots) + 64:
+            self._leases = [(item.expires_s, item.key, item.generation) for item in self._snapshots.values()]
+            heapq.heapify(self._leases)
 
     def abandon(self, claim: Claim) -> None:
         """The transfer to this key failed: no trace is left of it."""

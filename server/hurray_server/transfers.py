@@ -178,7 +178,9 @@ class PutTransfer(Transfer[pb.TargetMessage]):
             now_s=now_s,
         )
         self._committed = True
-        receipt = prepared.receipt
+        # A copy: a part of a message keeps the whole of it in memory, and receipts are kept for long.
+        receipt = pb.Receipt()
+        receipt.CopyFrom(prepared.receipt)
         receipt.request_id = self._offer.request_id
         receipt.key = snapshot.key
         receipt.generation = snapshot.generation

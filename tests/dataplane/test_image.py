@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,6 +132,29 @@ def test_tensors_of_different_structure_are_refused(other: Descriptor, field: st
     assert caught.value.field == field
     assert caught.value.details["tensor"] == "1"
     assert caught.value.details["offered"] != caught.value.details["required"]
+
+
+def test_a_plan_costs_nothing_for_the_size_that_is_declared() -> None:
+    # 64 GiB in chunks of 4096 bytes, which is what a descriptor of 300 bytes can ask of any node with such an arena.
+    huge = descriptor((1 << 24) - 100, heads=16, dim=32, total_tokens=4, total_logical_pages=1)
+    assert huge.page_pool_bytes > (63 << 30)
+    tracemalloc.start()
+    plan = plan_image([huge], 4096, LIMITS)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 100_000
+    assert len(plan.chunks) == plan.index_chunk_count + (1 << 24) - 100
+    last = plan.chunks[-1]
+    assert (last.index, last.offset + last.nbytes) == (len(plan.chunks) - 1, plan.image_bytes)
+    assert plan.wire_bytes == sum(handle.byte_size for handle in huge.buffers)
+
+
+@pytest.mark.parametrize(("heads", "pages"), [(16, 1 << 24), (9, (1 << 24) - 1)])
+def test_more_chunks_than_tags_can_number_are_refused(heads: int, pages: int) -> None:
+    # Pages of 9 heads are a chunk each and fill little more than half of it: the chunks count, not the bytes.
+    with pytest.raises(LimitExceeded) as caught:
+        plan_image([descriptor(pages, heads=heads, dim=32, total_tokens=4, total_logical_pages=1)], 4096, LIMITS)
+    assert caught.value.field == "max_chunk_count"
 
 
 def test_limits_are_checked_in_exact_arithmetic_before_anything_is_planned() -> None:

@@ -333,6 +333,17 @@ def test_a_closed_snapshot_is_not_sent(client: ht.Client) -> None:
 # --- request ids ------------------------------------------------------------------------------------------------------
 
 
+def test_a_closed_client_leaves_nothing_in_a_shared_data_plane(daemon: RunningDaemon, client: ht.Client) -> None:
+    plane = ht.LocalDataPlane()
+    for number in range(3):
+        with ht.connect(daemon.address, data_plane=plane) as sharing:
+            sharing.put(f"shared/{number}", make_snapshot())
+    assert plane._watchers == {}
+    assert plane._nodes == {}
+    plane.close()
+    assert len(list(client.list("shared/"))) == 3
+
+
 def test_a_retry_gets_the_first_receipt(client: ht.Client) -> None:
     request_id = str(uuid.uuid4())
     first = client.put("retry", make_snapshot(), request_id=request_id)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import sys
 import textwrap
 from collections.abc import Awaitable, Callable
@@ -215,6 +217,36 @@ def test_the_next_mover_is_tried_until_it_comes_up(play: Play, tmp_path: Path) -
         assert not recorder.link.up
         play("")
         await recorder.up.get()
+
+    run(body)
+
+
+@pytest.mark.parametrize("missing", ["socketpair", "create_subprocess_exec", "pidfd_open"])
+def test_a_mover_that_cannot_be_started_for_want_of_descriptors_is_tried_again(
+    play: Play, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    owner = {"socketpair": mover_link.socket, "pidfd_open": mover_link.os}.get(missing, mover_link.asyncio)
+
+    async def body(recorder: Recorder) -> None:
+        old = await recorder.up.get()
+        open_before = len(os.listdir("/proc/self/fd"))
+        works, failures = getattr(owner, missing), 0
+
+        def fails(*arguments: Any, **options: Any) -> Any:
+            nonlocal failures
+            failures += 1
+            if failures > 2:
+                return works(*arguments, **options)
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        monkeypatch.setattr(owner, missing, fails)
+        recorder.link.condemn("for this test")
+        assert isinstance(await recorder.down.get(), DataPlaneUnavailable)
+        assert await recorder.up.get() != old
+        assert failures > 2
+        assert recorder.link.supervisor is not None
+        assert not recorder.link.supervisor.done()
+        assert len(os.listdir("/proc/self/fd")) == open_before
 
     run(body)
 

@@ -43,7 +43,7 @@ from hurray_wire.limits import PAGE_BYTES
 from hurray_wire.status import from_trailers
 from hurray_wire.transport.base import TransportParameters
 from hurray_wire.v1 import transfer_pb2 as pb
-from support.daemon import RunningDaemon, eventually
+from support.daemon import RunningDaemon, eventually, running_daemon
 from support.raw import WAIT_S, Prepared, RawClient, Stream, messages, refusal, snapshot
 
 pytestmark = pytest.mark.ucx
@@ -410,6 +410,25 @@ def test_renewing_keeps_and_deleting_ends(peer: RawClient) -> None:
     ):
         assert isinstance(refusal(call), KeyDeleted)
     assert isinstance(get_error(peer, key=key), KeyDeleted)
+
+
+def test_a_page_of_a_listing_is_no_longer_than_a_message() -> None:
+    notes = {f"{number:02}": "x" * 250 for number in range(64)}
+    with running_daemon("[limits]\nmax_message_bytes = 65536") as node, RawClient(node.address) as client:
+        keys = [f"{number}" for number in range(9)]
+        for key in keys:
+            client.transfer(key, snapshot(), annotations=notes)
+        found, token, pages = [], "", 0
+        while True:
+            response = client.stub.List(pb.ListRequest(page_size=1000, page_token=token), timeout=5)
+            assert response.snapshots
+            assert response.ByteSize() < 65536
+            found += [item.key for item in response.snapshots]
+            token, pages = response.next_page_token, pages + 1
+            if not token:
+                break
+        assert found == keys
+        assert pages > 2
 
 
 def test_listing_goes_page_by_page(peer: RawClient) -> None:

@@ -155,6 +155,21 @@ def test_a_renewal_never_shortens_a_lease() -> None:
     assert [snapshot.key for snapshot in setup.store.expire(140.0)] == ["k"]
 
 
+def test_what_is_gone_before_its_lease_ends_is_forgotten_soon() -> None:
+    setup = Setup()
+    kept = setup.put("kept", lease_s=10.0)
+    for number in range(2000):
+        setup.put("same", lease_s=3600.0, overwrite=True)
+        setup.put(f"{number}", lease_s=3600.0)
+        setup.store.delete(f"{number}", 0, setup.now_s)
+    assert len(setup.store._leases) < 100
+    assert setup.store.next_expiry_s() == 10.0
+    setup.now_s = 11.0
+    assert [snapshot.generation for snapshot in setup.store.expire(setup.now_s)] == [kept]
+    setup.now_s = 3601.0
+    assert [snapshot.key for snapshot in setup.store.expire(setup.now_s)] == ["same"]
+
+
 def test_fifty_leases_of_which_one_is_renewed() -> None:
     setup = Setup()
     for number in range(50):

@@ -210,6 +210,73 @@ def test_read_only_scales_of_slots_are_refused() -> None:
         )
 
 
+# Two caches of 8 pages [4, 2, 8], cut from memory that may be shared.
+SHARED = {
+    "a page further on": lambda words: (words[:8], words[1:9]),
+    "the last page of one is the first of the other": lambda words: (words[:8], words[7:15]),
+    "half a page further on": lambda words: (words[:8], words.reshape(-1)[32 : 32 + 512].reshape(8, 4, 2, 8)),
+    "backwards": lambda words: (words[:8], words[7::-1]),
+    "in turns, and one too far": lambda words: (
+        words.reshape(-1)[:1024].reshape(8, 128)[:, :64].reshape(8, 4, 2, 8),
+        words.reshape(-1)[63 : 63 + 1024].reshape(8, 128)[:, :64].reshape(8, 4, 2, 8),
+    ),
+}
+APART = {
+    "one after the other": lambda words: (words[:8], words[8:16]),
+    "in turns": lambda words: (words[0:16:2], words[1:16:2]),
+    "in turns, the second first": lambda words: (words[1:16:2], words[0:16:2]),
+    "every second dimension": lambda words: (
+        words[:16].reshape(8, 4, 2, 16)[..., 0::2],
+        words[:16].reshape(8, 4, 2, 16)[..., 1::2],
+    ),
+    "backwards, one after the other": lambda words: (words[7::-1], words[15:7:-1]),
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_caches_with_memory_in_common_are_refused(kind: str) -> None:
+    key, value = SHARED[kind](np.zeros((20, 4, 2, 8), np.float16))
+    assert np.shares_memory(key, value)
+    with pytest.raises(InvalidSnapshot) as caught:
+        Destination.from_paged({(0, "key"): key, (0, "value"): value}, block_tables=[[0]])
+    assert "memory in common" in caught.value.message
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_caches_side_by_side_in_one_block_of_memory_are_taken(kind: str) -> None:
+    key, value = APART[kind](np.zeros((20, 4, 2, 8), np.float16))
+    assert not np.shares_memory(key, value)
+    Destination.from_paged({(0, "key"): key, (0, "value"): value}, block_tables=[[0]])
+
+
+@pytest.mark.parametrize("page", [(4, 0, 8), (4, 2, 0), (0, 2, 8)])
+def test_pools_without_a_byte_are_taken(page: tuple[int, int, int]) -> None:
+    # NumPy gives such arrays strides of 0.
+    caches = {(0, role): np.full((4, *page), 9, np.float16) for role in ("key", "value")}
+    if page[0]:
+        source = offer([[0]], [3], {name: np.zeros((2, *page), np.float16) for name in caches})
+        got = deliver(source, Destination.from_paged(caches, block_tables=[[1]]))
+        assert got.tokens(layer=0, role="key", seq=0).shape == (3, *page[1:])
+    else:
+        with pytest.raises(InvalidSnapshot):
+            Destination.from_paged(caches, block_tables=[[1]])
+
+
+@pytest.mark.parametrize("shift", [0, 1, 31, 32])
+def test_scales_of_slots_are_memory_that_is_written_too(shift: int) -> None:
+    scales = np.ones(64, np.float32)
+    caches = {(0, role): pool(dtype=np.int8) for role in ("key", "value")}
+    quantized = {
+        (0, "key"): Quantized.per_block(4, scales[:32]),
+        (0, "value"): Quantized.per_block(4, scales[shift : shift + 32]),
+    }
+    if shift == 32:
+        Destination.from_paged(caches, block_tables=[[0]], quantization=quantized)
+    else:
+        with pytest.raises(InvalidSnapshot):
+            Destination.from_paged(caches, block_tables=[[0]], quantization=quantized)
+
+
 # --- placed -------------------------------------------------------------------------------------------------------
 
 
