@@ -98,7 +98,6 @@ def check_sizes(offer: pb.Offer, limits: Limits) -> None:
     for name, offered, most in (
         ("max_tensors", len(offer.tensors), limits.max_tensors),
         ("max_sequences", len(offer.token_counts), limits.max_sequences),
-        ("annotations", len(offer.annotations), _ANNOTATIONS_MAX),
     ):
         if offered > most:
             raise LimitExceeded("above the limit of this node", field=name, offered=offered, required=f"<= {most}")
@@ -112,7 +111,7 @@ def read_offer(offer: pb.Offer, limits: Limits, policy: Policy = STRICT) -> Offe
     InvalidSnapshot, InvalidRequest, LimitExceeded, CapabilityMismatch.
     """
     check_sizes(offer, limits)
-    _check_annotations(offer.annotations)
+    check_annotations(offer.annotations)
     descriptors = tuple(
         _read_descriptor(tensor.descriptor, number, limits, policy) for number, tensor in enumerate(offer.tensors)
     )
@@ -143,9 +142,19 @@ def _read_descriptor(data: bytes, number: int, limits: Limits, policy: Policy) -
     return descriptor
 
 
-def _check_annotations(annotations: Mapping[str, str]) -> None:
+def check_annotations(annotations: Mapping[str, str]) -> None:
+    """Raise InvalidRequest for what is not text, LimitExceeded for more or longer ones than a node takes."""
+    if len(annotations) > _ANNOTATIONS_MAX:
+        raise LimitExceeded(
+            "too many annotations", field="annotations", offered=len(annotations), required=f"<= {_ANNOTATIONS_MAX}"
+        )
     for name, value in annotations.items():
-        size = max(len(name.encode()), len(value.encode()))
+        try:
+            size = max(len(name.encode()), len(value.encode()))
+        except (AttributeError, UnicodeEncodeError):
+            raise InvalidRequest(
+                "annotations are text", field="annotations", offered=f"{name!r}: {value!r}"[:64], required="UTF-8"
+            ) from None
         if size > _ANNOTATION_BYTES_MAX:
             raise LimitExceeded(
                 "annotation too long",

@@ -30,7 +30,7 @@ from hurray_client.transfer import (
 from hurray_wire.checksum import NONE, XXH3_64
 from hurray_wire.destination import Destination
 from hurray_wire.errors import InvalidRequest, Misuse
-from hurray_wire.messages import check_key
+from hurray_wire.messages import check_annotations, check_key
 from hurray_wire.paged import BlockTables, CacheKey
 from hurray_wire.prepare import prepare
 from hurray_wire.snapshot import KVSnapshot
@@ -175,6 +175,7 @@ class Client:
         """`put` as part of a call that somebody else may cancel."""
         if checksum not in _HASHES:
             raise InvalidRequest("unknown checksum", field="checksum", offered=checksum, required=" or ".join(_HASHES))
+        check_annotations(annotations or {})
         with self._running(call):
             order = PutOrder(
                 key,

@@ -42,10 +42,10 @@ class ClientConfig(BaseSettings):
     connect_timeout_s: float = Field(default=10.0, gt=0)
     """Longest time for one attempt to connect the two data planes."""
 
-    keepalive_interval_s: float = Field(default=10.0, ge=5)
-    """Between gRPC keepalive pings while anything is open. A node refuses pings that come more often than every 5 s."""
+    keepalive_interval_s: float = Field(default=4.0, ge=1)
+    """Between gRPC keepalive pings while anything is open. A node takes one a second at most."""
 
-    keepalive_timeout_s: float = Field(default=5.0, gt=0)
+    keepalive_timeout_s: float = Field(default=3.0, gt=0)
     """A node that leaves a ping unanswered for this long is lost."""
 
     max_concurrency: int = Field(default=64, ge=1)

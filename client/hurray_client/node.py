@@ -67,6 +67,7 @@ def channel_options(config: ClientConfig) -> list[tuple[str, Any]]:
         ("grpc.max_receive_message_length", message_bytes),
         ("grpc.keepalive_time_ms", int(config.keepalive_interval_s * 1000)),
         ("grpc.keepalive_timeout_ms", int(config.keepalive_timeout_s * 1000)),
+        ("grpc.http2.ping_timeout_ms", int(config.keepalive_timeout_s * 1000)),  # else a ping may take a minute
         ("grpc.keepalive_permit_without_calls", 0),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),

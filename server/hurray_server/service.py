@@ -24,7 +24,6 @@ from hurray_server.store import Pin, Snapshot
 from hurray_server.transfers import GetTransfer, PutTransfer, Transfer
 from hurray_wire.dtypes import BY_TAG
 from hurray_wire.errors import (
-    ArenaFull,
     DeadlineExceeded,
     HurrayError,
     InternalError,
@@ -36,7 +35,6 @@ from hurray_wire.errors import (
 from hurray_wire.memory import DEVICE_CPU
 from hurray_wire.messages import (
     PROTOCOL_VERSION,
-    OfferedSnapshot,
     check_key,
     check_request_id,
     check_sizes,
@@ -285,7 +283,6 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
         session = node.sessions.find(principal, offer.incarnation)
         mover = node.link.require_up("offer")
         transport = choose_transport([item.kind for item in mover.transports], offer.transports)
-        self._check_space(offered)
         claim = node.store.claim(offer.key, overwrite=offer.overwrite, now_s=node.now_s())
         try:
             return PutTransfer(
@@ -375,19 +372,6 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
             undrain()
             if unregister is not None:
                 unregister()
-
-    def _check_space(self, offered: OfferedSnapshot) -> None:
-        """Refuse before anything is begun what has no room now; the arena decides for certain."""
-        node, arena = self._node, self._node.link.usage.arena
-        if offered.plan.image_bytes > arena.free_bytes:
-            at_s = node.store.next_expiry_s()
-            raise ArenaFull(
-                "no free memory for the snapshot",
-                retry_after_s=1.0 if at_s is None else min(max(at_s - node.now_s(), 0.1), 60.0),
-                offered=offered.plan.image_bytes,
-                free=arena.free_bytes,
-                total=arena.total_bytes,
-            )
 
     def _lease_s(self, lease: Any | None) -> float:
         leases = self._node.config.leases

@@ -447,3 +447,10 @@ def test_clients_that_share_a_data_plane_share_the_session(daemon: RunningDaemon
     plane.close()
     with pytest.raises(ht.Misuse):
         ht.connect(daemon.address, data_plane=plane)
+
+
+@pytest.mark.parametrize("annotations", [{"model": 7}, {"model": "\ud800"}, {3: "x"}])
+def test_annotations_that_are_no_text_are_refused(client: ht.Client, annotations: dict[str, str]) -> None:
+    with pytest.raises(ht.InvalidRequest) as caught:
+        client.put("annotated", make_snapshot(), annotations=annotations)
+    assert caught.value.field == "annotations"

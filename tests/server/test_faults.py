@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -289,3 +290,24 @@ def test_a_source_that_stalls_runs_out_of_its_budget(daemon: RunningDaemon, fres
         assert (error.code, error.stage) == ("DEADLINE_EXCEEDED", "pages")
         eventually(lambda: settled(daemon), 5, "settled")
         client.transfer(fresh, snapshot())
+
+
+def test_a_stopped_client_is_noticed_by_its_silence() -> None:
+    script = (
+        "import sys, hurray_client as ht\n"
+        "with ht.connect(sys.argv[1]) as client:\n"
+        "    client.get('never', wait_s=100, timeout_s=100)\n"
+    )
+    ports = {"HURRAY_UCX__FIRST_PORT": str(UCX_PORTS[0]), "HURRAY_UCX__LAST_PORT": str(UCX_PORTS[1])}
+    with (
+        running_daemon() as daemon,
+        subprocess.Popen([sys.executable, "-c", script, daemon.address], env=environment(**ports)) as client,
+    ):
+        try:
+            eventually(lambda: bool(daemon.logged("session opened")), 20, "the client has a session")
+            client.send_signal(signal.SIGSTOP)
+            began = time.monotonic()
+            eventually(lambda: bool(daemon.logged("session closed")), 30, "its session is closed")
+            assert time.monotonic() - began < 20, "by the keepalive: the call itself has 100 s"
+        finally:
+            client.kill()
