@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from typing import Final, Protocol
@@ -71,7 +72,8 @@ class MoverLink:
         self._on_peer_lost = on_peer_lost
         self._numbers = itertools.count(1)
         self._transfers: dict[int, Outputs] = {}
-        self._opening: dict[int, asyncio.Future[None]] = {}
+        self._opening: dict[int, deque[asyncio.Future[None]]] = {}
+        """The mover answers every open, in order: an answer nobody waits for any more must not pass for a later one's."""
         self._closing: dict[int, asyncio.Future[None]] = {}
         self._connected: set[int] = set()
         self._writer: asyncio.StreamWriter | None = None
@@ -119,13 +121,10 @@ class MoverLink:
         """Connect the mover to a peer. Raises DataPlaneUnavailable, CapabilityMismatch, PeerUnavailable."""
         self.require_up("session")
         self._connected.discard(peer)
-        future = self._opening[peer] = asyncio.get_running_loop().create_future()
+        future = asyncio.get_running_loop().create_future()
+        self._opening.setdefault(peer, deque()).append(future)
         self._send(mpb.MoverCommand(open_peer=mpb.OpenPeer(peer=peer, transports=transports)))
-        try:
-            await future
-        finally:
-            if self._opening.get(peer) is future:
-                del self._opening[peer]
+        await future
 
     def close_peer(self, peer: int, *, abort: bool) -> asyncio.Future[None]:
         """Close the connection to a peer; the future is done when nothing is left of it."""
@@ -284,8 +283,13 @@ class MoverLink:
             case "usage":
                 self.usage = report.usage
             case "peer_opened":
-                opened = self._opening.get(report.peer_opened.peer)
-                if opened is not None and not opened.done():
+                waiting = self._opening.get(report.peer_opened.peer)
+                if not waiting:
+                    raise ProtocolViolation("an answer that nobody asked for", offered="peer_opened")
+                opened = waiting.popleft()
+                if not waiting:
+                    del self._opening[report.peer_opened.peer]
+                if not opened.done():
                     if report.peer_opened.HasField("error"):
                         opened.set_exception(from_status(report.peer_opened.error))
                     else:
@@ -312,9 +316,10 @@ class MoverLink:
         transfers, self._transfers = self._transfers, {}
         for outputs in transfers.values():
             outputs.on_mover_down(error)
-        for opening in self._opening.values():
-            if not opening.done():
-                opening.set_exception(error)
+        opening, self._opening = self._opening, {}
+        for future in (future for waiting in opening.values() for future in waiting):
+            if not future.done():
+                future.set_exception(error)
         closing, self._closing = self._closing, {}
         for future in closing.values():
             if not future.done():

@@ -16,8 +16,9 @@ import pytest
 from hurray_server import mover_link
 from hurray_server.mover_config import MoverConfig
 from hurray_server.mover_link import MoverLink
-from hurray_wire.errors import DataPlaneUnavailable, HurrayError, PeerUnavailable
+from hurray_wire.errors import DataPlaneUnavailable, HurrayError, PeerUnavailable, ProtocolViolation
 from hurray_wire.limits import Limits
+from hurray_wire.status import to_status
 from hurray_wire.transport.ucx import UcxConfig
 from hurray_wire.v1 import mover_pb2 as mpb
 from hurray_wire.v1 import transfer_pb2 as pb
@@ -164,6 +165,31 @@ def test_only_the_loss_of_the_connection_that_is_open_is_told(play: Play) -> Non
         await link.open_peer(7, TRANSPORTS)
         assert recorder.lost.get_nowait() == 5
         assert recorder.lost.empty()
+
+    run(body)
+
+
+def test_an_answer_that_nobody_waits_for_does_not_pass_for_the_next_one(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(recorder: Recorder) -> None:
+        link = recorder.link
+        await recorder.up.get()
+        monkeypatch.setattr(link, "_send", lambda _: None)
+        given_up = asyncio.ensure_future(link.open_peer(5, TRANSPORTS))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        again = asyncio.ensure_future(link.open_peer(5, TRANSPORTS))
+        await asyncio.sleep(0)
+        link._take(mpb.MoverReport(peer_opened=mpb.PeerOpened(peer=5)))
+        await asyncio.sleep(0)
+        assert not again.done()
+        error = to_status(PeerUnavailable("unlucky"))
+        link._take(mpb.MoverReport(peer_opened=mpb.PeerOpened(peer=5, error=error)))
+        with pytest.raises(PeerUnavailable):
+            await again
+        with pytest.raises(ProtocolViolation):
+            link._take(mpb.MoverReport(peer_opened=mpb.PeerOpened(peer=5)))
 
     run(body)
 
