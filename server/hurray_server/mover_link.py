@@ -73,7 +73,7 @@ class MoverLink:
         self._numbers = itertools.count(1)
         self._transfers: dict[int, Outputs] = {}
         self._opening: dict[int, deque[asyncio.Future[None]]] = {}
-        """The mover answers every open, in order: an answer nobody waits for any more must not pass for a later one's."""
+        """The mover answers every open, in order: an answer nobody waits for must not pass for a later one's."""
         self._closing: dict[int, asyncio.Future[None]] = {}
         self._connected: set[int] = set()
         self._writer: asyncio.StreamWriter | None = None
