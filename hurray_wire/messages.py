@@ -98,6 +98,7 @@ def check_sizes(offer: pb.Offer, limits: Limits) -> None:
     for name, offered, most in (
         ("max_tensors", len(offer.tensors), limits.max_tensors),
         ("max_sequences", len(offer.token_counts), limits.max_sequences),
+        ("annotations", len(offer.annotations), _ANNOTATIONS_MAX),
     ):
         if offered > most:
             raise LimitExceeded("above the limit of this node", field=name, offered=offered, required=f"<= {most}")
@@ -143,11 +144,7 @@ def _read_descriptor(data: bytes, number: int, limits: Limits, policy: Policy) -
 
 
 def check_annotations(annotations: Mapping[str, str]) -> None:
-    """Raise InvalidRequest for what is not text, LimitExceeded for more or longer ones than a node takes."""
-    if len(annotations) > _ANNOTATIONS_MAX:
-        raise LimitExceeded(
-            "too many annotations", field="annotations", offered=len(annotations), required=f"<= {_ANNOTATIONS_MAX}"
-        )
+    """Raise InvalidRequest for what is not text, LimitExceeded for what is longer than a node takes."""
     for name, value in annotations.items():
         try:
             size = max(len(name.encode()), len(value.encode()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from hurray_server.config import DEFAULT_CONFIG_PATH, load_config, to_toml
-from hurray_server.daemon import serve
 from hurray_server.logs import configure_logs
 from hurray_wire.errors import HurrayError
 
@@ -84,6 +84,8 @@ def hurrayd(  # noqa: PLR0917 -- typer's options, given by name
     if check or print_config:
         return
     configure_logs(settings.log.level, settings.log.format, "hurrayd")
+    from hurray_server.daemon import serve
+
     try:
         asyncio.run(serve(settings))
     except HurrayError as error:
@@ -99,4 +101,7 @@ def _given(flags: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Entry point."""
+    # gRPC's core writes what it finds notable to standard error as plain text, between our lines of JSON. It reads this
+    # when it is first imported, which is why `serve` comes later.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     app()
