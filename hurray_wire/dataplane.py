@@ -22,10 +22,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from hurray_wire import session as s
-from hurray_wire.checksum import Hash
 from hurray_wire.errors import (
     Cancelled,
     CapabilityMismatch,
@@ -38,7 +37,8 @@ from hurray_wire.errors import (
 from hurray_wire.image import Chunk, ImagePlan
 from hurray_wire.log import get_logger
 from hurray_wire.memory import aligned_empty
-from hurray_wire.payload import SourcePayload, TargetPayload, TargetSummary
+from hurray_wire.orders import Ended, PrepareCommit, SourceOrder, TargetOrder
+from hurray_wire.payload import TargetPayload
 from hurray_wire.transport.base import (
     TAG_CHUNK_BITS,
     Buffer,
@@ -64,60 +64,6 @@ UNKNOWN_TAGS_S: Final = 1.0
 
 STAGING_KEEP_BYTES: Final = 64 << 20
 """Staging memory kept for the next transfer."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrepareCommit:
-    """Output of a target: the snapshot is complete, valid and clean; answer with Committed or CommitRefused."""
-
-    summary: TargetSummary
-    verified_chunk_count: int
-    stages: tuple[tuple[str, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Last output of a transfer. `stages`: seconds in each, in order."""
-
-    error: HurrayError | None
-    receipt: Any
-    stages: tuple[tuple[str, float], ...]
-
-
-Output = s.TellAccept | s.TellChecksums | s.TellStop | s.TellReceipt | PrepareCommit | Ended
-
-
-class Listener(Protocol):
-    """Where the outputs of one transfer go."""
-
-    def __call__(self, output: Output) -> None:
-        """Called in the data-plane thread; must not block or raise."""
-
-
-@dataclass(frozen=True, slots=True)
-class SourceOrder:
-    """Begin to send. The offer has been told, or is about to be; the answer comes through `accept`."""
-
-    peer: int
-    payload: SourcePayload
-    hash: Hash
-    budget_s: float
-    listener: Listener
-    ready_tensors: int | None = None
-    """Tensors that may be sent at the start; None: all."""
-
-
-@dataclass(frozen=True, slots=True)
-class TargetOrder:
-    """Begin to receive what was offered."""
-
-    peer: int
-    transport: str
-    payload: TargetPayload
-    hash: Hash
-    budget_s: float
-    window: int
-    listener: Listener
 
 
 @dataclass(frozen=True, slots=True, eq=False)

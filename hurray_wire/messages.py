@@ -17,7 +17,6 @@ from google.protobuf.duration_pb2 import Duration
 
 from hurray_wire import session as s
 from hurray_wire.checksum import Hash, hash_of
-from hurray_wire.dataplane import Output
 from hurray_wire.descriptor import Descriptor, decode_descriptor
 from hurray_wire.errors import (
     CapabilityMismatch,
@@ -29,6 +28,7 @@ from hurray_wire.errors import (
 )
 from hurray_wire.image import ImagePlan, plan_image
 from hurray_wire.limits import Limits
+from hurray_wire.orders import Output
 from hurray_wire.paged import check_roles
 from hurray_wire.policy import STRICT, Policy
 from hurray_wire.status import from_status, to_status

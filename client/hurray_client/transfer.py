@@ -28,7 +28,7 @@ from hurray_client.progress import Counted, OnProgress, Reporter
 from hurray_client.receipt import Receipt
 from hurray_wire import session as s
 from hurray_wire.checksum import Hash
-from hurray_wire.dataplane import DataPlane, Ended, Listener, Output, PrepareCommit, SourceOrder, TargetOrder
+from hurray_wire.dataplane import DataPlane
 from hurray_wire.destination import Destination
 from hurray_wire.errors import (
     Cancelled,
@@ -56,6 +56,7 @@ from hurray_wire.messages import (
     to_source_message,
     to_target_message,
 )
+from hurray_wire.orders import Ended, Listener, Output, PrepareCommit, SourceOrder, TargetOrder
 from hurray_wire.pages import runs
 from hurray_wire.payload import ImageTarget, OwnMemory, ScatterTarget, SnapshotSource, SourcePayload, TargetPayload
 from hurray_wire.prepare import PreparedSnapshot

@@ -25,7 +25,7 @@ from hurray_server.framing import FRAME_OVERHEAD_BYTES, FrameSender, receive_fra
 from hurray_server.logs import configure_logs
 from hurray_server.mover_config import MoverConfig
 from hurray_wire import session as s
-from hurray_wire.dataplane import DataPlane, Ended, Output, PrepareCommit, SourceOrder, TargetOrder
+from hurray_wire.dataplane import DataPlane
 from hurray_wire.errors import DataPlaneUnavailable, HurrayError, ProtocolViolation, SnapshotLost
 from hurray_wire.limits import MAX_WINDOW
 from hurray_wire.messages import (
@@ -38,6 +38,7 @@ from hurray_wire.messages import (
     to_target_message,
     to_transport,
 )
+from hurray_wire.orders import Ended, Output, PrepareCommit, SourceOrder, TargetOrder
 from hurray_wire.payload import ImageSource, ImageTarget
 from hurray_wire.status import from_status, to_status
 from hurray_wire.transport.ucx import UcxTransport, loaded_ucx

@@ -10,7 +10,8 @@ from typing import Any
 
 from hurray_wire import session as s
 from hurray_wire.checksum import XXH3_64, Hash
-from hurray_wire.dataplane import DataPlane, Ended, Output, PrepareCommit, SourceOrder, TargetOrder
+from hurray_wire.dataplane import DataPlane
+from hurray_wire.orders import Ended, Output, PrepareCommit, SourceOrder, TargetOrder
 from hurray_wire.payload import SourcePayload, TargetPayload
 from hurray_wire.transport.base import Transport
 

@@ -14,7 +14,7 @@ from dataplane.images import PAGE_SIZE, Image, make_image
 from dataplane.pair import WAIT_S, Pair
 from hurray_wire import session as s
 from hurray_wire.checksum import NONE, XXH3_64
-from hurray_wire.dataplane import DataPlane, Output
+from hurray_wire.dataplane import DataPlane
 from hurray_wire.errors import (
     ArenaFull,
     Cancelled,
@@ -27,6 +27,7 @@ from hurray_wire.errors import (
     PeerUnavailable,
 )
 from hurray_wire.memory import aligned_empty
+from hurray_wire.orders import Output
 from hurray_wire.payload import ImageSource, ImageTarget
 from hurray_wire.transport.memory import Faults, MemoryFabric, MemoryTransport
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from hurray_wire import session as s
 from hurray_wire.checksum import XXH3_64
-from hurray_wire.dataplane import DataPlane, Ended, Output, SourceOrder
+from hurray_wire.dataplane import DataPlane
 from hurray_wire.errors import HurrayError
 from hurray_wire.image import ImagePlan, plan_image
 from hurray_wire.limits import Limits
@@ -26,6 +26,7 @@ from hurray_wire.messages import (
     to_source_message,
     to_transport,
 )
+from hurray_wire.orders import Ended, Output, SourceOrder
 from hurray_wire.payload import SnapshotSource
 from hurray_wire.prepare import PreparedSnapshot, prepare
 from hurray_wire.snapshot import KVSnapshot
