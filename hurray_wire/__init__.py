@@ -1,5 +1,6 @@
 """The Hurray block-paged format and the movement of its bytes.
 
-Knows no daemon, no policy of who may do what, and no command line. Layers, top first (import-linter holds them):
-dataplane > transport, status > session > snapshot, validate, pages > descriptor, quantization > errors, limits, dtypes.
+Knows no daemon, no policy of who may do what, and no command line. The layers, which import-linter holds in full:
+messages and data plane, above transports and status, above session machines and payloads, above snapshots, pages and
+validation, above the descriptor codec, above errors, limits and element types.
 """
