@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
@@ -11,6 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 from hurray_wire.errors import InvalidRequest
 from hurray_wire.image import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
 from hurray_wire.limits import DEFAULT_CHUNK_BYTES, DEFAULT_WINDOW, PAGE_BYTES
+from hurray_wire.transport.settings import split_names
 from hurray_wire.transport.ucx import UcxConfig
 
 
@@ -54,16 +54,7 @@ class ClientConfig(BaseSettings):
     @field_validator("ucx", mode="before")
     @classmethod
     def _split_names(cls, value: Any) -> Any:
-        """A list of names in an environment variable: a,b or JSON."""
-        if not isinstance(value, dict):
-            return value
-        return {name: _names(item) if name in ("net_devices", "tls") else item for name, item in value.items()}
-
-
-def _names(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    return json.loads(value) if value.startswith("[") else [part.strip() for part in value.split(",")]
+        return split_names(value, "net_devices", "tls")
 
 
 def load_config() -> ClientConfig:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from hurray_wire.errors import CapabilityMismatch
 from hurray_wire.transport.base import TransportParameters
 
@@ -29,3 +31,16 @@ def _mismatch(field: str, offered: str, required: str) -> CapabilityMismatch:
         offered=offered,
         required=required,
     )
+
+
+def split_names(settings: object, *lists: str) -> object:
+    """Settings as an environment gives them: where one of `lists` is text, "a,b" or JSON, it becomes a list of names."""
+    if not isinstance(settings, dict):
+        return settings
+    return {name: _names(value) if name in lists else value for name, value in settings.items()}
+
+
+def _names(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    return json.loads(value) if value.startswith("[") else [part.strip() for part in value.split(",")]

@@ -26,6 +26,7 @@ from hurray_wire.errors import InvalidRequest, Misuse
 from hurray_wire.image import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, align
 from hurray_wire.limits import DEFAULT_CHUNK_BYTES, DEFAULT_WINDOW, MAX_WINDOW, PAGE_BYTES, Limits
 from hurray_wire.messages import DURATION_MAX_S
+from hurray_wire.transport.settings import split_names
 from hurray_wire.transport.ucx import UcxConfig
 
 DEFAULT_CONFIG_PATH = Path("/etc/hurray/hurrayd.toml")
@@ -130,6 +131,11 @@ class Config(BaseSettings):
     limits: LimitsConfig = LimitsConfig()
     transfers: TransferConfig = TransferConfig()
     log: LogConfig = LogConfig()
+
+    @field_validator("ucx", mode="before")
+    @classmethod
+    def _split_ucx_names(cls, value: Any) -> Any:
+        return split_names(value, "net_devices", "tls")
 
     @model_validator(mode="after")
     def _check_addresses(self) -> Config:

@@ -170,3 +170,13 @@ def test_the_command_checks_and_prints(tmp_path: Path) -> None:
     assert wrong.returncode == 2
     assert "insecure" in wrong.stderr
     assert "Traceback" not in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "names"), [("eth0", ("eth0",)), ("eth0, lo", ("eth0", "lo")), ('["eth0", "lo"]', ("eth0", "lo"))]
+)
+def test_a_list_of_names_comes_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, names: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("HURRAY_UCX__NET_DEVICES", text)
+    assert load_config(write(tmp_path, ""), {}).ucx.net_devices == names
