@@ -34,7 +34,7 @@ def _mismatch(field: str, offered: str, required: str) -> CapabilityMismatch:
 
 
 def split_names(settings: object, *lists: str) -> object:
-    """Settings as an environment gives them: where one of `lists` is text, "a,b" or JSON, it becomes a list of names."""
+    """Settings as an environment gives them: where one of `lists` is text, "a,b" or JSON, it becomes a list."""
     if not isinstance(settings, dict):
         return settings
     return {name: _names(value) if name in lists else value for name, value in settings.items()}
