@@ -35,7 +35,8 @@ def configure_logs(level: str, form: str, process: str) -> None:
     structlog.configure(
         processors=[*common, *rendered],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        # One write for a line with its end: hurrayd and its mover share the standard error, and print makes two.
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)
