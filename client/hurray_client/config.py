@@ -9,7 +9,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from hurray_wire.errors import InvalidRequest
 from hurray_wire.image import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
-from hurray_wire.limits import DEFAULT_CHUNK_BYTES, DEFAULT_WINDOW, PAGE_BYTES
+from hurray_wire.limits import DEFAULT_CHUNK_BYTES, DEFAULT_WINDOW, MAX_WINDOW, PAGE_BYTES
 from hurray_wire.transport.settings import split_names
 from hurray_wire.transport.ucx import UcxConfig
 
@@ -33,7 +33,7 @@ class ClientConfig(BaseSettings):
     )
     """Bytes of a chunk in a put."""
 
-    window: int = Field(default=DEFAULT_WINDOW, ge=1, le=64)
+    window: int = Field(default=DEFAULT_WINDOW, ge=1, le=MAX_WINDOW)
     """Chunks in flight in a get."""
 
     retry_s: float = Field(default=10.0, ge=0)
