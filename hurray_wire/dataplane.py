@@ -18,11 +18,12 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from hurray_wire import session as s
 from hurray_wire.errors import (
@@ -74,11 +75,47 @@ class _Staging:
     owner: Endpoint | None
 
 
+START_S: Final = 30.0
+"""Longest time for transports to start."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """How a peer is connected: by these kinds of transport, and why not by the others that both sides have."""
+
+    kinds: tuple[str, ...]
+    left_out: Mapping[str, HurrayError]
+
+
 @dataclass(eq=False)
 class _Peer:
     endpoints: dict[str, Endpoint] = field(default_factory=dict)
+    left_out: dict[str, HurrayError] = field(default_factory=dict)
     transfers: set[int] = field(default_factory=set)
     open: bool = True
+    leaving: bool = False
+    opening: Future[Connected] | None = None
+    """Pending while proofs are waited for, which is until `opening_until`."""
+    opening_until: float = 0.0
+
+    def connected(self) -> Connected:
+        kinds = tuple(kind for kind in self.endpoints if kind not in self.left_out)
+        return Connected(kinds, dict(self.left_out))
+
+    def settle(self) -> None:
+        """Nothing more is waited for."""
+        connected = self.connected()
+        if self.opening is not None and connected.kinds:
+            self.opening.set_result(connected)
+            self.opening = None
+
+    def end(self, error: HurrayError) -> None:
+        self.open = False
+        if self.opening is not None:
+            self.opening.set_exception(error)
+            self.opening = None
 
 
 @dataclass(eq=False)
@@ -111,14 +148,16 @@ class _Transfer:
 
 
 class DataPlane:
-    """See the module. `make_transports` are called in the thread, `on_peer_lost(peer, error)` likewise.
+    """See the module. `transports`: what makes each kind, called in the thread when it is first wanted;
+    `on_peer_lost(peer, error)` is called there, too.
 
-    One transport lost to a peer is the whole peer lost: what is half connected is slow in silence.
+    One transport lost to a peer is the whole peer lost: what is half connected is slow in silence. Only one that has
+    never reached the peer, and need not, is left out alone.
     """
 
     def __init__(
         self,
-        make_transports: Sequence[Callable[[], Transport]],
+        transports: Mapping[str, Callable[[], Transport]],
         *,
         on_peer_lost: Callable[[int, HurrayError], None] = lambda _peer, _error: None,
         stall_s: float = STALL_S,
@@ -126,7 +165,7 @@ class DataPlane:
     ) -> None:
         self.incarnation: Final = uuid.uuid4().int >> 64
         self.unknown_tag_count = 0
-        self._make_transports = tuple(make_transports)
+        self._make_transports = dict(transports)
         self._on_peer_lost = on_peer_lost
         self._stall_s = stall_s
         self._drain_s = drain_s
@@ -141,7 +180,8 @@ class DataPlane:
         """A connection was lost or cut here. Both sides may still hold remains of it, and UCX was seen to crash when
         the same two workers connect anew: connect from a fresh data plane instead, and `retire` this one."""
         self._transports: dict[str, Transport] = {}
-        self._parameters: tuple[TransportParameters, ...] = ()
+        self._parameters: dict[str, TransportParameters] = {}
+        self._poll: select.epoll
         self._next_unknown_tags = 0.0
         self._wake_lock = threading.Lock()
         self._wake_fd = -1
@@ -149,16 +189,32 @@ class DataPlane:
 
     # --- from any thread ----------------------------------------------------------------------------------------
 
-    def start(self, timeout_s: float = 30.0) -> None:
-        """Start the thread and its transport. Raises what made that impossible, as a HurrayError."""
-        started: Future[None] = Future()
-        self._commands.append(lambda: started.set_result(None))
-        self._started = started
+    def start(self, kinds: Sequence[str] | None = None) -> None:
+        """Start the thread, and transports of these kinds (None: of all). Raises as `start_transports` does; then
+        nothing runs."""
         self._thread.start()
         try:
-            started.result(timeout_s)
+            self.start_transports(tuple(self._make_transports) if kinds is None else kinds)
+        except HurrayError:
+            self._submit(self._begin_stop)
+            self._thread.join(START_S)
+            raise
+
+    def start_transports(self, kinds: Sequence[str], timeout_s: float = START_S) -> tuple[TransportParameters, ...]:
+        """Start those of these transports that do not run yet; what peers need to connect to each, in this order.
+
+        Raises what made that impossible, as a HurrayError whose details name the transport.
+        """
+
+        def start(done: Future[tuple[TransportParameters, ...]]) -> None:
+            done.set_result(self._start_transports(kinds))
+
+        try:
+            return self._call(start).result(timeout_s)
         except TimeoutError:
-            raise DataPlaneUnavailable("the transport did not start in time", stage="start") from None
+            raise DataPlaneUnavailable(
+                "the transports did not start in time", stage="start", transport=", ".join(kinds)
+            ) from None
 
     def stop(self) -> None:
         """Fail what runs with Cancelled, close every connection, end the thread. Safe to call twice."""
@@ -177,9 +233,8 @@ class DataPlane:
 
     @property
     def parameters(self) -> tuple[TransportParameters, ...]:
-        """What peers need to connect to this side, by each of its transports, in the order they were given."""
-        assert self._parameters, "not started"
-        return self._parameters
+        """What peers need to connect to this side, by each transport that runs."""
+        return tuple(self._parameters.values())
 
     @property
     def transfer_count(self) -> int:
@@ -195,15 +250,30 @@ class DataPlane:
         """A transfer number, never given twice in this incarnation."""
         return next(self._numbers)
 
-    def open_peer(self, peer: int, parameters: Sequence[TransportParameters]) -> Future[None]:
+    def open_peer(
+        self, peer: int, parameters: Sequence[TransportParameters], *, proof_s: float | None = None
+    ) -> Future[Connected]:
         """Connect to a peer by every transport that both sides have (open connections to it are cut first).
 
+        A transport that need not reach the peer is left out where it does not. `proof_s`: wait so long for each to
+        show that it does. None: do not wait, and count them all; for the side whose peer cannot yet know how to reach
+        it.
+
         Fails with CapabilityMismatch, where they have none or one whose settings differ, and PeerUnavailable."""
-        return self._call(lambda: self._open_peer(peer, parameters))
+        return self._call(lambda done: self._open_peer(peer, parameters, proof_s, done))
 
     def close_peer(self, peer: int, *, abort: bool = False) -> Future[None]:
         """Close the connection to a peer, after its transfers have failed if any still run."""
-        return self._call(lambda: self._close_peer(peer, abort=abort))
+
+        def close(done: Future[None]) -> None:
+            self._close_peer(peer, abort=abort)
+            done.set_result(None)
+
+        return self._call(close)
+
+    def leave_peer(self, peer: int) -> None:
+        """The peer is being asked to close the connection: its end is no loss any more."""
+        self._submit(lambda: self._leave_peer(peer))
 
     def begin_source(self, number: int, order: SourceOrder) -> None:
         """Begin a transfer as its source."""
@@ -233,18 +303,17 @@ class DataPlane:
             if self._wake_fd >= 0:
                 os.eventfd_write(self._wake_fd, 1)
 
-    def _call(self, work: Callable[[], None]) -> Future[None]:
-        future: Future[None] = Future()
+    def _call(self, work: Callable[[Future[T]], None]) -> Future[T]:
+        """Have `work` done in the thread. It sets the future's result, then or later, or raises its exception."""
+        future: Future[T] = Future()
 
         def command() -> None:
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                work()
+                work(future)
             except HurrayError as error:
                 future.set_exception(error)
-            else:
-                future.set_result(None)
 
         if not self._thread.is_alive():
             future.set_exception(DataPlaneUnavailable("the data plane is stopped"))
@@ -253,43 +322,25 @@ class DataPlane:
         return future
 
     def _run(self) -> None:
-        try:
-            for make in self._make_transports:
-                transport = make()
-                self._transports[transport.kind] = transport
-            self._parameters = tuple(transport.parameters() for transport in self._transports.values())
-        except Exception as error:  # whatever a transport raises is why there is no data plane
-            self._close_transports()
-            self._commands.clear()
-            self._started.set_exception(
-                error
-                if isinstance(error, HurrayError)
-                else DataPlaneUnavailable(f"the transport did not start: {error}", stage="start")
-            )
-            return
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
-            with select.epoll() as poll:
-                poll.register(self._wake_fd, select.EPOLLIN)
-                for transport in self._transports.values():
-                    poll.register(transport.fileno(), select.EPOLLIN)
-                self._loop(tuple(self._transports.values()), poll)
+            with select.epoll() as self._poll:
+                self._poll.register(self._wake_fd, select.EPOLLIN)
+                self._loop()
         finally:
-            self._close_transports()
+            for transport in self._transports.values():
+                transport.close()
             with self._wake_lock:
                 os.close(self._wake_fd)
                 self._wake_fd = -1
+            self._stopping = True
             self._run_commands()  # late callers get an answer
 
-    def _close_transports(self) -> None:
-        for transport in self._transports.values():
-            transport.close()
-
-    def _loop(self, transports: Sequence[Transport], poll: select.epoll) -> None:
+    def _loop(self) -> None:
         active_until = 0.0
         while True:
             worked = self._run_commands()
-            for transport in transports:
+            for transport in self._transports.values():
                 worked |= transport.progress()
             now = time.monotonic()
             wake_at = self._run_timers(now)
@@ -297,9 +348,11 @@ class DataPlane:
                 return
             if worked:
                 active_until = now + SPIN_S
-            elif (not self._transfers or now >= active_until) and all(transport.arm() for transport in transports):
+            elif (not self._transfers or now >= active_until) and all(
+                transport.arm() for transport in self._transports.values()
+            ):
                 # A command that came in since it was looked for has made the eventfd readable.
-                poll.poll(None if wake_at is None else max(0.0, wake_at - time.monotonic()))
+                self._poll.poll(None if wake_at is None else max(0.0, wake_at - time.monotonic()))
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._wake_fd)
 
@@ -312,7 +365,7 @@ class DataPlane:
 
     def _run_timers(self, now: float) -> float | None:
         """Fire what is due; when the next timer is, or None."""
-        wake_at = None
+        wake_at = self._settle_openings(now)
         for transfer in list(self._transfers.values()):
             at = self._check_transfer(transfer, now)
             if not transfer.ended and at is not None:
@@ -375,7 +428,34 @@ class DataPlane:
         for peer in list(self._peers):
             self._close_peer(peer, abort=False)
 
-    def _open_peer(self, peer: int, parameters: Sequence[TransportParameters]) -> None:
+    def _start_transports(self, kinds: Sequence[str]) -> tuple[TransportParameters, ...]:
+        if self._stopping:
+            raise DataPlaneUnavailable("the data plane is stopping")
+        for kind in kinds:
+            if kind not in self._transports:
+                try:
+                    transport = self._make_transports[kind]()
+                    own = transport.parameters()
+                except HurrayError as error:
+                    error.details.setdefault("transport", kind)
+                    raise
+                except Exception as error:  # whatever else it raises is why it cannot be had
+                    raise DataPlaneUnavailable(
+                        f"the transport did not start: {error}", stage="start", transport=kind
+                    ) from error
+                assert transport.kind == kind, kind
+                self._transports[kind] = transport
+                self._parameters[kind] = own
+                self._poll.register(transport.fileno(), select.EPOLLIN)
+        return tuple(self._parameters[kind] for kind in kinds)
+
+    def _open_peer(
+        self,
+        peer: int,
+        parameters: Sequence[TransportParameters],
+        proof_s: float | None,
+        opening: Future[Connected],
+    ) -> None:
         if self._stopping:
             raise DataPlaneUnavailable("the data plane is stopping")
         theirs = {item.kind: item for item in parameters if item.kind in self._transports}
@@ -386,18 +466,62 @@ class DataPlane:
                 offered=", ".join(item.kind for item in parameters),
                 required="one of " + ", ".join(self._transports),
             )
+        entry = _Peer()
         for kind, item in theirs.items():
-            self._transports[kind].check_peer(item)
+            try:
+                self._transports[kind].check_peer(item)
+            except CapabilityMismatch as error:
+                if not self._transports[kind].optional or len(theirs) == 1:
+                    raise
+                entry.left_out[kind] = error
         if peer in self._peers:
             self._lose_peer(peer, PeerUnavailable("the peer connects anew", peer=peer), notify=False)
-        entry = self._peers[peer] = _Peer()
-
-        def on_lost(error: HurrayError) -> None:
-            if entry.open:  # an old connection's end must not touch the one that replaced it
-                self._lose_peer(peer, error, notify=True)
-
+        self._peers[peer] = entry
         for kind, item in theirs.items():
-            entry.endpoints[kind] = self._transports[kind].connect(peer, item, on_lost)
+            if kind not in entry.left_out:
+                lost = partial(self._endpoint_lost, peer, entry, kind)
+                entry.endpoints[kind] = self._transports[kind].connect(peer, item, lost)
+        if proof_s is None:
+            opening.set_result(entry.connected())
+        else:
+            entry.opening, entry.opening_until = opening, time.monotonic() + proof_s
+
+    def _settle_openings(self, now: float) -> float | None:
+        """Answer for each peer whose transports all have reached it, or whose time is over; when the next one's is."""
+        wake_at = None
+        for peer, entry in [(peer, entry) for peer, entry in self._peers.items() if entry.opening is not None]:
+            late = [kind for kind, endpoint in entry.endpoints.items() if not endpoint.proven]
+            if late and now < entry.opening_until:
+                wake_at = entry.opening_until if wake_at is None else min(wake_at, entry.opening_until)
+                continue
+            # Not cut: the peer may take it for proven, and would lose all of the connection with it.
+            for kind in late:
+                entry.left_out[kind] = PeerUnavailable("the peer did not answer in time", peer=peer, transport=kind)
+            entry.settle()
+            if not entry.connected().kinds:
+                self._lose_peer(peer, entry.left_out[late[0]], notify=False)
+        return wake_at
+
+    def _endpoint_lost(self, peer: int, entry: _Peer, kind: str, error: HurrayError) -> None:
+        if not entry.open:  # an old connection's end must not touch the one that replaced it
+            return
+        if entry.leaving and not entry.transfers:
+            self.worn = True
+            self._close_peer(peer, abort=False)
+            return
+        if entry.endpoints[kind].proven:
+            self._lose_peer(peer, error, notify=True)
+            return
+        del entry.endpoints[kind]
+        entry.left_out[kind] = error
+        _log.info("peer not reached", peer=f"{peer:016x}", transport=kind, error=str(error))
+        if not entry.endpoints:
+            self._lose_peer(peer, error, notify=True)
+
+    def _leave_peer(self, peer: int) -> None:
+        entry = self._peers.get(peer)
+        if entry is not None:
+            entry.leaving = True
 
     def _close_peer(self, peer: int, *, abort: bool) -> None:
         entry = self._peers.get(peer)
@@ -407,7 +531,7 @@ class DataPlane:
             self._lose_peer(peer, PeerUnavailable("the connection is being closed", peer=peer), notify=False)
         else:
             del self._peers[peer]
-            entry.open = False
+            entry.end(PeerUnavailable("the connection was closed", peer=peer))
             for endpoint in entry.endpoints.values():
                 endpoint.close()
 
@@ -415,7 +539,9 @@ class DataPlane:
         entry = self._peers.pop(peer, None)
         if entry is None:
             return
-        entry.open = False
+        # Whoever waits for it to open is told by that.
+        notify = notify and entry.opening is None
+        entry.end(error)
         self.worn = True
         for number in list(entry.transfers):
             self._feed(self._transfers[number], s.PeerLost(error))

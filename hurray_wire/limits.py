@@ -10,11 +10,37 @@ PAGE_BYTES: Final = 4096
 
 KEY_MAX_BYTES: Final = 512
 
-DEFAULT_CHUNK_BYTES: Final = 4 << 20
-"""Below 512 KiB throughput falls; far above it one progress call runs long and commands wait."""
+SHM_STAGING_BYTES: Final = 8 << 20
+"""What shm stages for each peer at once: far more than this does not stay in the processor's cache. Chunks beyond it
+are copied once more."""
 
-DEFAULT_WINDOW: Final = 4
-"""Chunks in flight per transfer."""
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How a transport is fed where nobody says otherwise: bytes of a chunk, chunks in flight per transfer."""
+
+    chunk_bytes: int
+    window: int
+    in_flight_max_bytes: int | None = None
+    """More is slower, whatever chunks and window are."""
+
+
+# Below 512 KiB throughput falls; far above 4 MiB one progress call runs long and commands wait.
+_PACE: Final = Pace(chunk_bytes=4 << 20, window=4)
+_PACES: Final = {"shm": Pace(chunk_bytes=2 << 20, window=4, in_flight_max_bytes=SHM_STAGING_BYTES)}
+
+
+def chunk_bytes_for(transport: str, configured: int | None = None) -> int:
+    """Bytes of the chunks that a source makes for this transport."""
+    return configured or _PACES.get(transport, _PACE).chunk_bytes
+
+
+def window_for(transport: str, chunk_bytes: int, configured: int | None = None) -> int:
+    """Chunks that a target lets its source have in flight over this transport."""
+    pace = _PACES.get(transport, _PACE)
+    window = configured or pace.window
+    return window if pace.in_flight_max_bytes is None else max(1, min(window, pace.in_flight_max_bytes // chunk_bytes))
+
 
 MAX_WINDOW: Final = 16
 """Chunks that a source keeps in flight at most, whatever window a target allows: each takes staging memory."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self, TypeVar
@@ -24,11 +24,16 @@ T = TypeVar("T")
 
 
 def aconnect(
-    target: str, *, config: ClientConfig | None = None, data_plane: LocalDataPlane | None = None
+    target: str,
+    *,
+    config: ClientConfig | None = None,
+    transports: Sequence[str] | None = None,
+    data_plane: LocalDataPlane | None = None,
 ) -> AsyncClient:
     """`connect` for asyncio: an async context manager, which may also be used as it is and closed with `aclose`."""
     config = config if config is not None else load_config()
-    return AsyncClient(connect(target, config=config, data_plane=data_plane), config.max_concurrency)
+    client = connect(target, config=config, transports=transports, data_plane=data_plane)
+    return AsyncClient(client, config.max_concurrency)
 
 
 class AsyncClient:

@@ -6,13 +6,13 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
 from hurray_client.call import Call
-from hurray_client.config import ClientConfig, load_config
+from hurray_client.config import ClientConfig, load_config, with_transports
 from hurray_client.info import Lease, NodeInfo, SnapshotInfo, SnapshotStat
 from hurray_client.node import Node, retrying
 from hurray_client.plane import LocalDataPlane
@@ -47,16 +47,24 @@ CLOSE_S: Final = 10.0
 """How long `close` waits for calls that it cancelled."""
 
 
-def connect(target: str, *, config: ClientConfig | None = None, data_plane: LocalDataPlane | None = None) -> Client:
+def connect(
+    target: str,
+    *,
+    config: ClientConfig | None = None,
+    transports: Sequence[str] | None = None,
+    data_plane: LocalDataPlane | None = None,
+) -> Client:
     """A client of the node at `target`, "host:port". A context manager.
 
     Nothing is dialled yet: the first call connects, and tries again for `config.retry_s` while the node does not
-    listen. `config`: the environment (HURRAY_...) unless given. `data_plane`: one to share between clients; each has
-    its own otherwise, started with the first transfer.
+    listen. `config`: the environment (HURRAY_...) unless given. `transports`: connect by those of them that the node
+    has, and prefer them in this order, as `config.transports` says it. `data_plane`: one to share between clients; each
+    has its own otherwise, started with the first transfer.
 
-    Raises InvalidRequest for a target or an environment that makes no sense, Misuse for UCX settings that do not.
+    Raises InvalidRequest for a target or an environment that makes no sense, Misuse for UCX settings that do not, and
+    for clients that share one connection and want other transports for it.
     """
-    return Client(target, config if config is not None else load_config(), data_plane)
+    return Client(target, with_transports(config if config is not None else load_config(), transports), data_plane)
 
 
 class Client:
@@ -74,6 +82,9 @@ class Client:
         self._plane = data_plane or self._owned
         assert self._plane is not None
         self._node = self._plane.attach(target, lambda: Node(target, config, self._plane))  # type: ignore[arg-type]
+        if self._node.config.transports != config.transports:
+            self._plane.detach(target)
+            raise Misuse("clients that share a connection want other transports for it", field="transports")
         self._pid = os.getpid()
         self._closed = False
         self._changed = threading.Condition()

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
 
-from hurray_wire.errors import InvalidRequest
+from hurray_wire.errors import InvalidRequest, Misuse
 from hurray_wire.image import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
-from hurray_wire.limits import DEFAULT_CHUNK_BYTES, DEFAULT_WINDOW, MAX_WINDOW, PAGE_BYTES
-from hurray_wire.transport.settings import split_names
+from hurray_wire.limits import MAX_WINDOW, PAGE_BYTES
+from hurray_wire.transport.settings import check_kinds, split_list, split_names
+from hurray_wire.transport.shm import DEFAULT_PATH, ShmConfig
 from hurray_wire.transport.ucx import UcxConfig
+
+
+class ShmSection(BaseModel):
+    """Shared memory, for nodes of this host."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    path: str = DEFAULT_PATH
+    """The socket of the node, as this process sees it. One that leads to another node, or to none, is not used."""
+
+    @field_validator("path")
+    @classmethod
+    def _usable(cls, value: str) -> str:
+        try:
+            return ShmConfig(path=value).path
+        except Misuse as error:
+            raise ValueError(error.message) from None
 
 
 class ClientConfig(BaseSettings):
@@ -25,16 +44,20 @@ class ClientConfig(BaseSettings):
         nested_model_default_partial_update=True,
     )
 
+    transports: Annotated[tuple[str, ...] | None, NoDecode] = None
+    """Connect by those of them that the node has, too, and prefer them in this order. None: by shm where that reaches
+    the node, and by the first other transport of the node's that this process has."""
+
+    shm: ShmSection = ShmSection()
+
     ucx: UcxConfig = UcxConfig()
     """How UCX runs. It trusts whoever reaches `net_devices`: loopback unless told otherwise."""
 
-    chunk_bytes: int = Field(
-        default=DEFAULT_CHUNK_BYTES, ge=CHUNK_BYTES_MIN, le=CHUNK_BYTES_MAX, multiple_of=PAGE_BYTES
-    )
-    """Bytes of a chunk in a put."""
+    chunk_bytes: int | None = Field(default=None, ge=CHUNK_BYTES_MIN, le=CHUNK_BYTES_MAX, multiple_of=PAGE_BYTES)
+    """Bytes of a chunk in a put; None: as suits the transport."""
 
-    window: int = Field(default=DEFAULT_WINDOW, ge=1, le=MAX_WINDOW)
-    """Chunks in flight in a get."""
+    window: int | None = Field(default=None, ge=1, le=MAX_WINDOW)
+    """Chunks in flight in a get; None: as suits the transport."""
 
     retry_s: float = Field(default=10.0, ge=0)
     """For how long an unavailable node is tried again, within the budget of the call."""
@@ -51,10 +74,30 @@ class ClientConfig(BaseSettings):
     max_concurrency: int = Field(default=64, ge=1)
     """Calls that one asyncio client runs at the same time; more wait."""
 
+    @field_validator("transports", mode="before")
+    @classmethod
+    def _split_transports(cls, value: Any) -> Any:
+        return split_list(value)
+
+    @field_validator("transports")
+    @classmethod
+    def _check_transports(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        return None if value is None else check_kinds(value)
+
     @field_validator("ucx", mode="before")
     @classmethod
     def _split_names(cls, value: Any) -> Any:
         return split_names(value, "net_devices", "tls")
+
+
+def with_transports(config: ClientConfig, transports: Sequence[str] | None) -> ClientConfig:
+    """These settings with that choice of transports, where there is one. Raises InvalidRequest."""
+    if transports is None:
+        return config
+    try:
+        return config.model_copy(update={"transports": check_kinds(transports)})
+    except ValueError as error:
+        raise InvalidRequest(str(error), field="transports", offered=", ".join(transports)) from None
 
 
 def load_config() -> ClientConfig:

@@ -6,7 +6,7 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar
@@ -21,6 +21,7 @@ from hurray_wire.dataplane import DataPlane
 from hurray_wire.errors import (
     Cancelled,
     CapabilityMismatch,
+    DataPlaneUnavailable,
     HurrayError,
     InternalError,
     InvalidRequest,
@@ -34,6 +35,7 @@ from hurray_wire.limits import Limits
 from hurray_wire.log import get_logger
 from hurray_wire.messages import PROTOCOL_VERSION, read_transport, to_transport
 from hurray_wire.status import STATUS_TRAILER, from_trailers
+from hurray_wire.transport import ucx
 from hurray_wire.v1 import transfer_pb2 as pb
 from hurray_wire.v1.transfer_pb2_grpc import TransferServiceStub
 
@@ -44,6 +46,9 @@ GRACE_S: Final = 5.0
 
 BYE_S: Final = 2.0
 """How long an orderly close may take."""
+
+PROOF_S: Final = 1.0
+"""How long a node of this host may take to show that shared memory reaches it; it takes about a millisecond."""
 
 _BACKOFF_FIRST_S: Final = 0.05
 _BACKOFF_MAX_S: Final = 1.0
@@ -108,7 +113,10 @@ class Session:
         self.peer = 0
         self.info: NodeInfo
         self.plane: DataPlane
-        self.transports: list[str] = []
+        self.transports: tuple[str, ...] = ()
+        """Kinds that connect it, best first."""
+        self.left_out: Mapping[str, HurrayError] = {}
+        """Kinds that were tried and do not, and why."""
         self.is_passing = True
         self._node = node
         self._said_bye = False
@@ -119,6 +127,7 @@ class Session:
     def end(self) -> None:
         """Close it: with Bye where it is open and the node answers, else at once."""
         if self.state is _State.OPEN:
+            self.plane.leave_peer(self.peer)
             self._outbound.put(pb.SessionRequest(bye=pb.Bye()))
             self.thread.join(BYE_S)
         self._abort()
@@ -160,10 +169,10 @@ class Session:
     def _open(self) -> None:
         node, timeout_s = self._node, self._node.config.connect_timeout_s
         self.info = node.ask(timeout_s)
+        kinds = _choose_transports(self.info.transports, node.config.transports)
         self.is_passing = False  # what keeps this process's own data plane from starting stays
-        self.plane = node.plane.start()
+        self.plane, own = node.plane.start(kinds)
         self.is_passing = True
-        own = self.plane.parameters
         hello = pb.Hello(
             protocol_version=PROTOCOL_VERSION,
             incarnation=self.plane.incarnation,
@@ -174,12 +183,12 @@ class Session:
         late = node.alarms.after(timeout_s, self._abort)
         try:
             welcome = self._read_welcome(next(self._stream, None))
-            theirs = [read_transport(item) for item in welcome.transports]
-            kinds = [item.kind for item in theirs]
-            self.transports = [item.kind for item in own if item.kind in kinds]
+            theirs = [read_transport(item) for item in welcome.transports if item.kind in kinds]
             self.peer = welcome.incarnation
             node.plane.watch(self.peer, self._lost)
-            self.plane.open_peer(self.peer, theirs).result(timeout_s)
+            connected = self.plane.open_peer(self.peer, theirs, proof_s=PROOF_S).result(timeout_s)
+            self.transports = tuple(kind for kind in kinds if kind in connected.kinds)
+            self.left_out = connected.left_out
         finally:
             late.cancel()
 
@@ -205,6 +214,26 @@ class Session:
     def _lost(self, error: HurrayError) -> None:
         _log.warning("data-plane connection lost", node=self._node.target, error=str(error))
         self._abort()
+
+
+def _choose_transports(offered: Sequence[str], wanted: Sequence[str] | None) -> tuple[str, ...]:
+    """By which of the node's transports to connect, best first. Raises CapabilityMismatch, DataPlaneUnavailable."""
+    if not offered:
+        raise DataPlaneUnavailable("the data plane of the node is not up", retry_after_s=1.0, stage="connect")
+    if wanted is not None:
+        chosen = [kind for kind in wanted if kind in offered]
+    else:
+        # One way over the network is enough, and UCX is loaded into no process that can do without.
+        network = next((kind for kind in offered if kind == "tcp" or (kind == "ucx" and ucx.is_installed())), None)
+        chosen = [kind for kind in offered if kind in ("shm", network)]
+    if not chosen:
+        raise CapabilityMismatch(
+            "no transport in common",
+            field="transports",
+            offered=", ".join(offered),
+            required="one of " + ", ".join(wanted or ("shm", "tcp")),
+        )
+    return tuple(chosen)
 
 
 def check_version(version: int) -> None:

@@ -1,17 +1,19 @@
-"""This process's data plane: one thread and one transport for all of a process's clients that share it."""
+"""This process's data plane: one thread, and the transports that were wanted, for all clients that share it."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from hurray_client.config import ClientConfig, load_config
 from hurray_wire.dataplane import DataPlane
 from hurray_wire.errors import HurrayError, Misuse
-from hurray_wire.transport.base import Transport
+from hurray_wire.transport.base import Transport, TransportParameters
+from hurray_wire.transport.shm import ShmConfig, ShmTransport
+from hurray_wire.transport.tls import SocketConfig, TcpTransport
 from hurray_wire.transport.ucx import UcxTransport
 
 if TYPE_CHECKING:
@@ -19,20 +21,22 @@ if TYPE_CHECKING:
 
 
 class LocalDataPlane:
-    """A data plane that starts with the first transfer that needs it.
+    """A data plane that starts with the first transfer that needs it, each transport with the first that uses it.
 
     Every client has one of its own unless `connect(data_plane=)` gives it one to share, whose owner closes it after
     the clients. Clients that share one share the connection to each node, too, and must reach it by one name: a node
     keeps one connection per data plane.
     """
 
-    def __init__(
-        self, config: ClientConfig | None = None, *, make_transport: Callable[[], Transport] | None = None
-    ) -> None:
-        """`config`: as the environment has it unless given. `make_transport` replaces UCX, for tests."""
+    def __init__(self, config: ClientConfig | None = None) -> None:
+        """`config`: as the environment has it unless given."""
         config = config if config is not None else load_config()
-        ucx = config.ucx
-        self._make_transport = make_transport or (lambda: UcxTransport(ucx))
+        shm, ucx = ShmConfig(path=config.shm.path), config.ucx
+        self._makers: dict[str, Callable[[], Transport]] = {
+            "shm": lambda: ShmTransport(shm),
+            "tcp": lambda: TcpTransport(SocketConfig()),
+            "ucx": lambda: UcxTransport(ucx),
+        }
         self._lock = threading.Lock()
         self._running: DataPlane | None = None
         self._retired: list[DataPlane] = []
@@ -41,25 +45,26 @@ class LocalDataPlane:
         self._closed = False
         self._pid = os.getpid()
 
-    def start(self) -> DataPlane:
-        """The data plane, running. One that has ended of itself, or has lost a connection, is replaced for whoever
-        connects from now on, under a new incarnation; sessions that are open keep the old one until they end.
+    def start(self, kinds: Sequence[str]) -> tuple[DataPlane, tuple[TransportParameters, ...]]:
+        """The data plane, running, and how it is reached by these kinds of transport. One that has ended of itself, or
+        has lost a connection, is replaced for whoever connects from now on, under a new incarnation; sessions that are
+        open keep the old one until they end.
 
-        Raises Misuse after `close`, DataPlaneUnavailable where the transport does not start.
+        Raises Misuse after `close`, DataPlaneUnavailable where a transport does not start.
         """
         with self._lock:
             if self._closed:
                 raise Misuse("the data plane is closed")
             if self._running is None or not self._running.running or self._running.worn:
-                running = DataPlane([self._make_transport], on_peer_lost=self._lost)
-                running.start()
+                running = DataPlane(self._makers, on_peer_lost=self._lost)
+                running.start(())
                 if self._running is None:
                     atexit.register(self.close)
                 else:
                     self._running.retire()
                     self._retired = [plane for plane in self._retired if plane.running] + [self._running]
                 self._running = running
-            return self._running
+            return self._running, self._running.start_transports(kinds)
 
     def attach(self, target: str, make: Callable[[], Node]) -> Node:
         """The connection to a node, made if nobody has one. Each `attach` takes one `detach`."""

@@ -41,7 +41,7 @@ from hurray_wire.errors import (
     ProtocolViolation,
 )
 from hurray_wire.image import ImagePlan, plan_image
-from hurray_wire.limits import Limits
+from hurray_wire.limits import Limits, chunk_bytes_for, window_for
 from hurray_wire.memory import aligned_empty
 from hurray_wire.messages import (
     DURATION_MAX_S,
@@ -377,25 +377,32 @@ def _ignore(_message: Any) -> None:
     """What comes when nobody asks any more."""
 
 
-def _usable_transports(session: Session, required: str | None) -> list[str]:
+def _choose_transport(session: Session, required: str | None) -> str:
     if required is None:
-        return session.transports
+        return session.transports[0]
     if required not in session.transports:
+        reason = session.left_out.get(required)
+        if reason is not None:
+            why = f"does not connect this client and the node: {reason.message}"
+        elif required not in session.info.transports:
+            why = "is none of the node's"
+        else:
+            why = "was not asked for when this client connected: connect(transports=[...]) names it"
         raise CapabilityMismatch(
-            "the required transport does not connect this client and the node",
+            f"the required transport {why}",
             field="require_transport",
             offered=", ".join(session.transports),
             required=required,
         )
-    return [required]
+    return required
 
 
 def put_once(node: Node, call: Call, order: PutOrder) -> Receipt:
     """One attempt to put. Raises TryAgain where another may work, OutcomeUnknown where only another can tell."""
     session = node.session(call)
-    transports = _usable_transports(session, order.require_transport)
+    transport = _choose_transport(session, order.require_transport)
     descriptors = [tensor.descriptor for tensor in order.prepared.tensors]
-    plan = plan_image(descriptors, node.config.chunk_bytes, Limits())
+    plan = plan_image(descriptors, chunk_bytes_for(transport, node.config.chunk_bytes), Limits())
     exchange = _Exchange(node, session, s.PeerStopped)
     payload: SourcePayload = SnapshotSource(order.prepared, plan)
     reporter = Reporter(call, order.on_progress, plan.wire_bytes) if order.on_progress is not None else None
@@ -405,12 +412,12 @@ def put_once(node: Node, call: Call, order: PutOrder) -> Receipt:
     def take(response: pb.PutResponse) -> None:
         message = read_target_message(response.target)
         if isinstance(message, pb.Accept):
-            if message.transport not in transports:
+            if message.transport != transport:
                 raise ProtocolViolation(
                     "the node chose a transport that was not offered",
                     field="transport",
                     offered=message.transport,
-                    required=", ".join(transports),
+                    required=transport,
                 )
             exchange.accepted = True
             exchange.plane.accept(exchange.number, message.transfer, message.transport, message.window)
@@ -421,7 +428,7 @@ def put_once(node: Node, call: Call, order: PutOrder) -> Receipt:
         return pb.PutRequest(source=to_source_message(output))
 
     with reporter or nullcontext():
-        offer = order.offer(plan, session.plane.incarnation, transports)
+        offer = order.offer(plan, session.plane.incarnation, [transport])
         budget_s = call.left_s("offer")
         exchange.tell(pb.PutRequest(source=pb.SourceMessage(offer=offer)))
         exchange.plane.begin_source(
@@ -435,14 +442,14 @@ def put_once(node: Node, call: Call, order: PutOrder) -> Receipt:
 def get_once(node: Node, call: Call, order: GetOrder) -> ReceivedSnapshot:
     """One attempt to get. Raises TryAgain where another may work."""
     session = node.session(call)
-    transports = _usable_transports(session, order.require_transport)
+    transport = _choose_transport(session, order.require_transport)
     exchange = _Exchange(node, session, s.Failed)
     budget_s = call.left_s("offer")
-    exchange.tell(pb.GetRequest(open=order.open(session.plane.incarnation, transports)))
+    exchange.tell(pb.GetRequest(open=order.open(session.plane.incarnation, [transport])))
     exchange.open(node.stub.Get, budget_s)
     offer = _await_offer(exchange, call, "wait" if order.wait_s else "offer")
     try:
-        transport = choose_transport(transports, offer.transports)
+        choose_transport([transport], offer.transports)
         offered = _check_offer(order, offer)
         landing = _Landing(order.destination, offered)
         budget_s = call.left_s("offer")
@@ -456,7 +463,8 @@ def get_once(node: Node, call: Call, order: GetOrder) -> ReceivedSnapshot:
     payload: TargetPayload = landing.payload
     if reporter is not None:
         payload = cast("TargetPayload", Counted(payload, reporter))
-    accept = pb.Accept(transfer=exchange.number, transport=transport, window=node.config.window)
+    window = window_for(transport, offer.chunk_bytes, node.config.window)
+    accept = pb.Accept(transfer=exchange.number, transport=transport, window=window)
 
     def take(response: pb.GetResponse) -> None:
         exchange.post(read_source_message(response.source))
@@ -471,7 +479,7 @@ def get_once(node: Node, call: Call, order: GetOrder) -> ReceivedSnapshot:
     with reporter or nullcontext():
         exchange.accepted = True
         target = TargetOrder(
-            session.peer, transport, payload, offered.hash, budget_s, node.config.window, exchange.listener(encode)
+            session.peer, transport, payload, offered.hash, budget_s, window, exchange.listener(encode)
         )
         exchange.plane.begin_target(exchange.number, target)
         ended = exchange.run(call, lambda: exchange.follow(take))

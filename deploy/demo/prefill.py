@@ -19,7 +19,7 @@ def main(node: str, key: str) -> None:
     cache = PagedCache.empty(model.config, NUM_PAGES, PAGE_SIZE)
     last_tokens = prefill(model, cache, load_prompts())
     snapshot = ht.KVSnapshot.from_paged(cache.pools, block_tables=cache.block_tables, token_counts=cache.token_counts)
-    with ht.connect(node) as client:
+    with ht.connect(node, transports=["ucx"]) as client:
         receipt = client.put(key, snapshot, require_transport="ucx")
     said = decode(model, cache, last_tokens, STEPS)
     report = {

@@ -23,7 +23,9 @@ ENGINE_S: Final = 60.0
 def daemon(name: str, folder: Path) -> Iterator[str]:
     """A hurrayd with its log in `folder`, from ready to stopped; its address. Raises RuntimeError with its log."""
     config, log = folder / f"{name}.toml", folder / f"{name}.log"
-    config.write_text(f'listen = "127.0.0.1:0"\nnode = "{name}"\n[arena]\nbytes = {64 << 20}\n')
+    config.write_text(
+        f'listen = "127.0.0.1:0"\nnode = "{name}"\n[arena]\nbytes = {64 << 20}\n[shm]\npath = "{folder / name}.sock"\n'
+    )
     command = [str(Path(sys.executable).with_name("hurrayd")), "--config", str(config)]
     with (
         log.open("wb") as sink,

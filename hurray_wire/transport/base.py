@@ -43,7 +43,9 @@ class TransportParameters:
     """What one side tells the other before they connect: how to reach it, and the settings that must agree."""
 
     kind: str
-    address: bytes
+    address: bytes = field(repr=False)
+    """May hold a secret that only this peer may know: it is in no log."""
+
     settings: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -57,6 +59,11 @@ class Endpoint(ABC):
     @abstractmethod
     def alive(self) -> bool:
         """False from the moment the connection is known to be lost or closed."""
+
+    @property
+    def proven(self) -> bool:
+        """Whether a transport that is `optional` has reached the peer. Until then operations only wait."""
+        return True
 
     @abstractmethod
     def send(self, tag: int, buffer: Buffer, done: Completion) -> None:
@@ -103,6 +110,9 @@ class Transport(ABC):
 
     kind: ClassVar[str]
     """Name in configuration, offers, receipts and metrics."""
+
+    optional: ClassVar[bool] = False
+    """True for one that by its nature reaches only some peers: one that it does not reach may still be there."""
 
     @abstractmethod
     def parameters(self) -> TransportParameters:

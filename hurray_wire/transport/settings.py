@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from typing import Final
 
 from hurray_wire.errors import CapabilityMismatch
 from hurray_wire.transport.base import TransportParameters
+
+KINDS: Final = ("shm", "ucx", "tcp")
+"""The transports that nodes and clients can be told to use."""
 
 ABSENT = "absent"
 """Stands for a setting that one side did not state."""
@@ -33,14 +38,25 @@ def _mismatch(field: str, offered: str, required: str) -> CapabilityMismatch:
     )
 
 
+def check_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
+    """A list of transports, checked. Raises ValueError for none, for one that is unknown, and for one named twice."""
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ValueError(f"{kind!r} is no transport; there are {', '.join(KINDS)}")
+    if not kinds or len(set(kinds)) != len(kinds):
+        raise ValueError("names at least one transport, each once")
+    return tuple(kinds)
+
+
 def split_names(settings: object, *lists: str) -> object:
     """Settings as an environment gives them: where one of `lists` is text, "a,b" or JSON, it becomes a list."""
     if not isinstance(settings, dict):
         return settings
-    return {name: _names(value) if name in lists else value for name, value in settings.items()}
+    return {name: split_list(value) if name in lists else value for name, value in settings.items()}
 
 
-def _names(value: object) -> object:
+def split_list(value: object) -> object:
+    """A list as an environment gives it: text becomes a list, anything else stays."""
     if not isinstance(value, str):
         return value
     return json.loads(value) if value.startswith("[") else [part.strip() for part in value.split(",")]

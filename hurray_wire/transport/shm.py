@@ -34,7 +34,7 @@ from hurray_wire.errors import (
     Misuse,
     PeerUnavailable,
 )
-from hurray_wire.limits import PAGE_BYTES
+from hurray_wire.limits import PAGE_BYTES, SHM_STAGING_BYTES
 from hurray_wire.transport import _shm_proof as proof
 from hurray_wire.transport._shm_frames import (
     EAGER_MAX_BYTES,
@@ -54,6 +54,8 @@ from hurray_wire.transport._shm_packets import Closed, Packet, PacketSocket
 from hurray_wire.transport.base import Buffer, Completion, Endpoint, Transport, TransportParameters
 from hurray_wire.transport.settings import check_settings
 
+DEFAULT_PATH: Final = "/run/hurray/hurrayd.sock"
+
 _MAX_PATH_BYTES: Final = 107
 """sockaddr_un, without its final zero."""
 
@@ -72,7 +74,7 @@ _COPY_AT_ONCE_BYTES: Final = 1 << 20
 class ShmConfig:
     """How processes of one host meet. Raises Misuse, naming the field, for a value that cannot work."""
 
-    path: str = "/run/hurray/data.sock"
+    path: str = DEFAULT_PATH
     """Where the listener's socket is, as this process sees it."""
 
     listens: bool = False
@@ -81,7 +83,7 @@ class ShmConfig:
     mode: int = 0o660
     """Permissions of the socket: who may connect. Whoever does must then prove to be a peer."""
 
-    staging_bytes: int = 8 << 20
+    staging_bytes: int = SHM_STAGING_BYTES
     """How much may be staged for each peer at once. Far more than this does not stay in the processor's cache."""
 
     slot_bytes: int = 1 << 20
@@ -188,7 +190,7 @@ class ShmEndpoint(Endpoint):
 
     @property
     def proven(self) -> bool:
-        """True once the peer has proved to be the right one, on this host. Until then operations only wait."""
+        """True once the peer has proved to be the right one, on this host."""
         return self._proven
 
     def send(self, tag: int, buffer: Buffer, done: Completion) -> None:
@@ -388,6 +390,7 @@ class ShmTransport(Transport):
     """The processes of this host that share one socket path, for one thread."""
 
     kind: ClassVar[str] = "shm"
+    optional: ClassVar[bool] = True
 
     def __init__(self, config: ShmConfig) -> None:
         """Raises DataPlaneUnavailable where it cannot listen at the path, or cannot tell which host this is."""

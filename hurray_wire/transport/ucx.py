@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
 import logging
 import os
 import re
@@ -69,6 +70,9 @@ _MAX_PROBES = 1 << 14
 
 _OK, _TRUNCATED = 0, -9
 """ucs_status_t (ucs/type/status.h)."""
+
+_FABRICS = ("rc", "dc", "ud", "cuda", "gdr", "rocm", "ze")
+"""How the names of UCX's transports begin that are more than sockets and the memory of one host."""
 
 _ENVIRONMENT_AT_LOAD = {
     "UCX_DEBUG_SIGNO": "0",  # else UCX takes SIGHUP
@@ -140,6 +144,31 @@ def _require(holds: bool, name: str, offered: object, required: str) -> None:
         )
 
 
+def why_no_ucx() -> str | None:
+    """Why this process cannot load UCX; None: it can, and has."""
+    try:
+        _load_ucxx()
+    except DataPlaneUnavailable as error:
+        return error.message
+    return None
+
+
+def is_installed() -> bool:
+    """Whether ucxx is there to be loaded. Loads nothing."""
+    try:
+        return importlib.util.find_spec("ucxx") is not None
+    except ImportError:
+        return False
+
+
+def has_fabric(config: UcxConfig) -> bool:
+    """Whether UCX, set up like this, has more than sockets: RDMA, or a way between GPUs. Raises DataPlaneUnavailable
+    where UCX cannot be loaded."""
+    ucxx = _load_ucxx()
+    context = ucxx.lib.UCXContext(_context_config(config), (ucxx.lib.Feature.TAG, ucxx.lib.Feature.WAKEUP))
+    return any(name.startswith(_FABRICS) for name in _transports_of(context))
+
+
 def loaded_ucx() -> dict[str, str]:
     """Which UCX this process really runs: `version`, `path` of the library, `transports` that it can use here.
 
@@ -147,12 +176,13 @@ def loaded_ucx() -> dict[str, str]:
     """
     ucxx = _load_ucxx()
     context = ucxx.lib.UCXContext({"TLS": "all"}, (ucxx.lib.Feature.TAG, ucxx.lib.Feature.WAKEUP))
+    return {"version": ucxx.version, "path": ucxx.path, "transports": ",".join(sorted(_transports_of(context)))}
+
+
+def _transports_of(context: Any) -> set[str]:
+    """Transports that a context of UCX can use here."""
     resources = re.findall(r"resource \d+ .*-- (\S+)", context.info)
-    return {
-        "version": ucxx.version,
-        "path": ucxx.path,
-        "transports": ",".join(sorted({resource.partition("/")[0] for resource in resources})),
-    }
+    return {resource.partition("/")[0] for resource in resources}
 
 
 @contextmanager

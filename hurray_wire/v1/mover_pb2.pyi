@@ -155,26 +155,37 @@ class ReportUsage(_message.Message):
     def __init__(self) -> None: ...
 
 class MoverStarted(_message.Message):
-    __slots__ = ("incarnation", "transports", "arena", "ucx", "error")
+    __slots__ = ("incarnation", "transports", "arena", "ucx", "error", "left_out")
+    class LeftOutEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     ARENA_FIELD_NUMBER: _ClassVar[int]
     UCX_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     transports: _containers.RepeatedCompositeFieldContainer[_transfer_pb2.Transport]
     arena: _transfer_pb2.ArenaUsage
     ucx: str
     error: _status_pb2.Status
-    def __init__(self, incarnation: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[_transfer_pb2.Transport, _Mapping]]] = ..., arena: _Optional[_Union[_transfer_pb2.ArenaUsage, _Mapping]] = ..., ucx: _Optional[str] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+    left_out: _containers.ScalarMap[str, str]
+    def __init__(self, incarnation: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[_transfer_pb2.Transport, _Mapping]]] = ..., arena: _Optional[_Union[_transfer_pb2.ArenaUsage, _Mapping]] = ..., ucx: _Optional[str] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., left_out: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class PeerOpened(_message.Message):
-    __slots__ = ("peer", "error")
+    __slots__ = ("peer", "error", "transports")
     PEER_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     peer: int
     error: _status_pb2.Status
-    def __init__(self, peer: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, peer: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PeerClosed(_message.Message):
     __slots__ = ("peer",)

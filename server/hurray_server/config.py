@@ -9,24 +9,28 @@ from __future__ import annotations
 import ipaddress
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
     TomlConfigSettingsSource,
 )
 
+from hurray_server.mover_config import TransportsConfig
 from hurray_wire.errors import InvalidRequest, Misuse
 from hurray_wire.image import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, align
-from hurray_wire.limits import DEFAULT_CHUNK_BYTES, DEFAULT_WINDOW, MAX_WINDOW, PAGE_BYTES, Limits
+from hurray_wire.limits import MAX_WINDOW, PAGE_BYTES, Limits
 from hurray_wire.messages import DURATION_MAX_S
-from hurray_wire.transport.settings import split_names
+from hurray_wire.transport.settings import KINDS, check_kinds, split_list, split_names
+from hurray_wire.transport.shm import DEFAULT_PATH, ShmConfig
+from hurray_wire.transport.tls import SocketConfig
 from hurray_wire.transport.ucx import UcxConfig
 
 DEFAULT_CONFIG_PATH = Path("/etc/hurray/hurrayd.toml")
@@ -77,20 +81,43 @@ class LimitsConfig(_Section):
     """Calls at a time: sessions, transfers, waits for a key and all others."""
 
 
+class ShmSection(_Section):
+    """Shared memory, for processes of this host."""
+
+    path: str | None = None
+    """The socket by which they find each other; None: the usual path, which need not be had."""
+
+    @field_validator("path")
+    @classmethod
+    def _usable(cls, value: str | None) -> str | None:
+        if value is not None:
+            _check(lambda: ShmConfig(path=value))
+        return value
+
+
+class TcpSection(_Section):
+    """Plain sockets, for trusted networks: nothing on them is encrypted."""
+
+    listen: str | None = None
+    """Host and port; None: the control plane's, with the port after its own, where that is loopback."""
+    advertise: str | None = None
+    """Host by which peers reach it, if not as it is listened at. A name is looked up once, at the start."""
+
+
 class TransferConfig(_Section):
     """How transfers run."""
 
-    window: int = Field(default=DEFAULT_WINDOW, ge=1, le=MAX_WINDOW)
-    """Chunks in flight per transfer."""
-    chunk_bytes: int = Field(default=DEFAULT_CHUNK_BYTES, ge=CHUNK_BYTES_MIN, le=CHUNK_BYTES_MAX)
-    """Chunk size of snapshots that this node sends."""
+    window: int | None = Field(default=None, ge=1, le=MAX_WINDOW)
+    """Chunks in flight per transfer; None: as suits the transport."""
+    chunk_bytes: int | None = Field(default=None, ge=CHUNK_BYTES_MIN, le=CHUNK_BYTES_MAX)
+    """Chunk size of snapshots that this node sends; None: as suits the transport."""
     max_budget_s: float = Field(default=600.0, gt=0, le=DURATION_MAX_S)
     """Longest time for one transfer, and for a wait for a key; a caller's own deadline may be shorter."""
 
     @field_validator("chunk_bytes")
     @classmethod
-    def _whole_pages(cls, value: int) -> int:
-        if value % PAGE_BYTES:
+    def _whole_pages(cls, value: int | None) -> int | None:
+        if value is not None and value % PAGE_BYTES:
             raise ValueError(f"must be a multiple of {PAGE_BYTES}")
         return value
 
@@ -124,13 +151,28 @@ class Config(BaseSettings):
     drain_s: float = Field(default=30.0, ge=0, le=DURATION_MAX_S)
     """How long running transfers may take after a stop was asked for."""
 
+    transports: Annotated[tuple[str, ...] | None, NoDecode] = None
+    """Exactly these, in this order of preference. None: all that can be had, best first."""
+
     arena: ArenaConfig = ArenaConfig()
+    shm: ShmSection = ShmSection()
+    tcp: TcpSection = TcpSection()
     ucx: UcxConfig = UcxConfig()
     """UCX trusts whoever reaches `net_devices`: name none that strangers can reach."""
     leases: LeaseConfig = LeaseConfig()
     limits: LimitsConfig = LimitsConfig()
     transfers: TransferConfig = TransferConfig()
     log: LogConfig = LogConfig()
+
+    @field_validator("transports", mode="before")
+    @classmethod
+    def _split_transports(cls, value: Any) -> Any:
+        return split_list(value)
+
+    @field_validator("transports")
+    @classmethod
+    def _check_transports(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        return None if value is None else check_kinds(value)
 
     @field_validator("ucx", mode="before")
     @classmethod
@@ -149,7 +191,55 @@ class Config(BaseSettings):
             )
         if host in ("0.0.0.0", "::") and self.advertise is None:  # noqa: S104 -- compared, not bound
             raise ValueError(f"listen is {self.listen}: say by which address peers reach it (advertise)")
+        if "tcp" in (self.transports or ()) and self._without_tcp is not None:
+            raise ValueError(f"transports has tcp: {self._without_tcp}")
+        tcp_host, _ = self.tcp_listen
+        if self.tcp.listen is not None and tcp_host in ("0.0.0.0", "::") and self.tcp.advertise is None:  # noqa: S104
+            raise ValueError(f"tcp.listen is {self.tcp.listen}: say by which address peers reach it (tcp.advertise)")
         return self
+
+    @property
+    def tcp_listen(self) -> tuple[str, int]:
+        """Host and port that the transport tcp listens at."""
+        if self.tcp.listen is not None:
+            return split_address(self.tcp.listen)
+        host, port = split_address(self.listen)
+        return host, port + 1 if port else 0
+
+    @property
+    def _without_tcp(self) -> str | None:
+        """Why there is no tcp unless more is said; None: there may be."""
+        host, port = self.tcp_listen
+        if self.tcp.listen is None and not is_loopback(host):
+            return (
+                f"listen is {self.listen}, not loopback, and tcp is not encrypted: tcp.listen names a trusted network"
+            )
+        return None if port <= 65535 else f"there is no port after that of listen, {self.listen}: say tcp.listen"
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Transports that this configuration leaves out by itself, and why."""
+        reason = self._without_tcp
+        return {} if self.transports is not None or reason is None else {"tcp": reason}
+
+    @property
+    def transports_config(self) -> TransportsConfig:
+        """What the mover is told to start."""
+        host, port = self.tcp_listen
+        tcp = SocketConfig(
+            listen_host=host, listen_port=min(port, 65535), advertised_host=self.tcp.advertise
+        )  # the port counts only where tcp does
+        shm = ShmConfig(path=self.shm.path or DEFAULT_PATH, listens=True)
+        if self.transports is not None:
+            return TransportsConfig(self.transports, shm=shm, tcp=tcp, ucx=self.ucx)
+        return TransportsConfig(
+            kinds=tuple(kind for kind in KINDS if kind not in self.left_out),
+            optional=("ucx",) if self.shm.path else ("shm", "ucx"),
+            by_merit=True,
+            shm=shm,
+            tcp=tcp,
+            ucx=self.ucx,
+        )
 
     @property
     def wire_limits(self) -> Limits:
@@ -199,6 +289,13 @@ def load_config(path: Path | None, flags: Mapping[str, Any]) -> Config:
         raise InvalidRequest(error.message, field=error.field) from None
     except (SettingsError, ValueError) as error:  # not TOML, or an environment value that is not JSON
         raise InvalidRequest(f"cannot be read: {error}", field="config", offered=path) from None
+
+
+def _check(make: Callable[[], object]) -> None:
+    try:
+        make()
+    except Misuse as error:
+        raise ValueError(error.message) from None
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -120,11 +120,17 @@ class Daemon:
         listens = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         if not is_loopback(host):
             _log.warning("insecure: everyone who reaches this address is served", listen=listens)
-        _log.warning("ucx trusts whoever reaches these devices", net_devices=config.ucx.net_devices)
+        for kind, reason in config.left_out.items():
+            _log.info("transport left out", transport=kind, reason=reason)
+        kinds = [transport.kind for transport in mover.transports]
+        if "ucx" in kinds:
+            _log.warning("ucx trusts whoever reaches these devices", net_devices=config.ucx.net_devices)
+        if "tcp" in kinds and not is_loopback(config.tcp_listen[0]):
+            _log.warning("tcp is not encrypted: who can read its network reads the data", listen=config.tcp.listen)
         print(
             f"hurrayd ready: address={config.advertise or listens} listen={listens} node={config.node} "
             f"incarnation={self._node.incarnation:016x} arena_bytes={self._node.link.usage.arena.total_bytes} "
-            f"ucx=({mover.ucx})",
+            f"transports={','.join(kinds)} ucx=({mover.ucx})",
             flush=True,
         )
 

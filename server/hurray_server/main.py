@@ -81,6 +81,8 @@ def hurrayd(  # noqa: PLR0917 -- typer's options, given by name
         typer.echo(to_toml(settings))
     if check and not print_config:
         typer.echo("configuration is fine")
+        left_out = [f"transport {kind} left out: {reason}" for kind, reason in settings.left_out.items()]
+        typer.echo("\n".join(settings.transports_config.lines() + left_out))
     if check or print_config:
         return
     configure_logs(settings.log.level, settings.log.format, "hurrayd")

@@ -1,4 +1,4 @@
-"""The mover: the child process of hurrayd that owns the arena, UCX, and the contents of snapshots.
+"""The mover: the child process of hurrayd that owns the arena, the transports, and the contents of snapshots.
 
 `python -m hurray_server.mover FD CONFIG` speaks MoverCommand and MoverReport (mover.proto) on the socket FD. It keeps
 no key, name or policy, takes its orders from that socket alone, and exits when the socket ends. Two threads matter:
@@ -15,7 +15,9 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import structlog
@@ -23,9 +25,9 @@ import structlog
 from hurray_server.arena import Arena, TransferMemory
 from hurray_server.framing import FRAME_OVERHEAD_BYTES, FrameSender, receive_frame
 from hurray_server.logs import configure_logs
-from hurray_server.mover_config import MoverConfig
+from hurray_server.mover_config import MoverConfig, TransportsConfig
 from hurray_wire import session as s
-from hurray_wire.dataplane import DataPlane
+from hurray_wire.dataplane import Connected, DataPlane
 from hurray_wire.errors import DataPlaneUnavailable, HurrayError, ProtocolViolation, SnapshotLost
 from hurray_wire.limits import MAX_WINDOW
 from hurray_wire.messages import (
@@ -41,7 +43,10 @@ from hurray_wire.messages import (
 from hurray_wire.orders import Ended, Output, PrepareCommit, SourceOrder, TargetOrder
 from hurray_wire.payload import ImageSource, ImageTarget
 from hurray_wire.status import from_status, to_status
-from hurray_wire.transport.ucx import UcxTransport, loaded_ucx
+from hurray_wire.transport.base import Transport
+from hurray_wire.transport.shm import ShmConfig, ShmTransport
+from hurray_wire.transport.tls import TcpTransport
+from hurray_wire.transport.ucx import UcxTransport, has_fabric, loaded_ucx, why_no_ucx
 from hurray_wire.v1 import mover_pb2 as mpb
 from hurray_wire.v1 import transfer_pb2 as pb
 
@@ -56,7 +61,7 @@ _STOP_S: Final = 3.0
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A transfer that runs. `offer`: for a target, as it came."""
+    """A transfer that runs. `offer`: as it came, or goes out."""
 
     is_source: bool
     transport: str
@@ -73,22 +78,50 @@ class Mover:
         self._report = report
         self._running: dict[int, _Running] = {}
         self._arena = Arena(config.arena_bytes, on_change=self._report_usage)
-        self._plane = DataPlane([lambda: UcxTransport(config.ucx)], on_peer_lost=self._peer_lost)
+        self._plane = DataPlane(_makers(config.transports), on_peer_lost=self._peer_lost)
 
     def start(self) -> mpb.MoverReport:
-        """Start the data plane; the report that says so."""
-        self._plane.start()
+        """Start the data plane; the report that says so. Raises HurrayError for a transport that cannot be had, unless
+        it may be left out."""
+        self._plane.start(())
+        kinds, left_out = self._start_transports()
         if self._config.prefault:
             threading.Thread(target=self._prefault, name="hurray-prefault", daemon=True).start()
-        ucx = loaded_ucx()
         return mpb.MoverReport(
             started=mpb.MoverStarted(
                 incarnation=self._plane.incarnation,
-                transports=[to_transport(item) for item in self._plane.parameters],
+                transports=[to_transport(item) for item in self._plane.start_transports(kinds)],
                 arena=self._arena_usage(),
-                ucx=f"UCX {ucx['version']} from {ucx['path']}, transports {ucx['transports']}",
+                ucx=_describe_ucx() if "ucx" in kinds else "",
+                left_out=left_out,
             )
         )
+
+    def _start_transports(self) -> tuple[list[str], dict[str, str]]:
+        """Those that run, best first, and why not the others."""
+        config = self._config.transports
+        left_out: dict[str, str] = {}
+        for kind in config.kinds:
+            reason = why_no_ucx() if kind == "ucx" and kind in config.optional else None
+            if reason is None:
+                try:
+                    self._plane.start_transports([kind])
+                except DataPlaneUnavailable as error:
+                    if kind == "ucx" or kind not in config.optional:
+                        raise
+                    reason = error.message
+            if reason is not None:
+                left_out[kind] = reason
+        kinds = [kind for kind in config.kinds if kind not in left_out]
+        if not kinds:
+            raise DataPlaneUnavailable(
+                "no transport can be had: " + "; ".join(f"{kind}: {why}" for kind, why in left_out.items()),
+                stage="start",
+            )
+        if config.by_merit and "ucx" in kinds and not has_fabric(config.ucx):
+            kinds.remove("ucx")
+            kinds.append("ucx")
+        return kinds, left_out
 
     def stop(self) -> None:
         """Fail what runs, close every connection."""
@@ -123,10 +156,14 @@ class Mover:
     # --- peers ----------------------------------------------------------------------------------------------------
 
     def _open_peer(self, order: mpb.OpenPeer) -> None:
-        def opened(future: Future[None]) -> None:
+        def opened(future: Future[Connected]) -> None:
             error = future.exception()
-            status = to_status(error) if isinstance(error, HurrayError) else None
-            self._report(mpb.MoverReport(peer_opened=mpb.PeerOpened(peer=order.peer, error=status)))
+            report = mpb.PeerOpened(peer=order.peer)
+            if isinstance(error, HurrayError):
+                report.error.CopyFrom(to_status(error))
+            else:
+                report.transports.extend(future.result().kinds)
+            self._report(mpb.MoverReport(peer_opened=report))
 
         try:
             parameters = [read_transport(item) for item in order.transports]
@@ -312,6 +349,25 @@ class Mover:
             transfer_count=self._plane.transfer_count,
         )
         self._report(mpb.MoverReport(usage=usage))
+
+
+def _makers(config: TransportsConfig) -> dict[str, Callable[[], Transport]]:
+    return {
+        "shm": lambda: _make_shm(config.shm),
+        "tcp": lambda: TcpTransport(config.tcp),
+        "ucx": lambda: UcxTransport(config.ucx),
+    }
+
+
+def _make_shm(config: ShmConfig) -> ShmTransport:
+    with suppress(OSError):  # what keeps it from being there keeps it from being listened in, which says so
+        Path(config.path).parent.mkdir(mode=0o755, exist_ok=True)
+    return ShmTransport(config)
+
+
+def _describe_ucx() -> str:
+    ucx = loaded_ucx()
+    return f"UCX {ucx['version']} from {ucx['path']}, transports {ucx['transports']}"
 
 
 def serve(connection: socket.socket, config: MoverConfig) -> int:

@@ -7,7 +7,39 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hurray_wire.limits import Limits
+from hurray_wire.transport.shm import ShmConfig
+from hurray_wire.transport.tls import SocketConfig
 from hurray_wire.transport.ucx import UcxConfig
+
+
+@dataclass(frozen=True, slots=True)
+class TransportsConfig:
+    """Which transports a mover starts, and how each runs."""
+
+    kinds: tuple[str, ...]
+    """Best first."""
+
+    shm: ShmConfig
+    tcp: SocketConfig
+    ucx: UcxConfig
+
+    optional: tuple[str, ...] = ()
+    """Those left out where they cannot be had: shm that cannot listen, UCX that is not installed."""
+
+    by_merit: bool = False
+    """Move ucx behind the others where it has nothing better than sockets."""
+
+    def lines(self) -> list[str]:
+        """What will be started and where, for people."""
+        places = {
+            "shm": f"at {self.shm.path}",
+            "tcp": f"at {self.tcp.listen_host}, port {self.tcp.listen_port or 'any'}",
+            "ucx": f"on {', '.join(self.ucx.net_devices)}",
+        }
+        return [
+            f"transport {kind} {places[kind]}" + (", if it can be had" if kind in self.optional else "")
+            for kind in self.kinds
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +48,7 @@ class MoverConfig:
 
     arena_bytes: int
     prefault: bool
-    ucx: UcxConfig
+    transports: TransportsConfig
     limits: Limits
     log_level: str
     log_format: str
@@ -29,7 +61,15 @@ class MoverConfig:
     def from_json(cls, text: str) -> MoverConfig:
         """From an argument."""
         values: dict[str, Any] = json.loads(text)
-        ucx: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in values.pop("ucx").items()
-        }
-        return cls(ucx=UcxConfig(**ucx), limits=Limits(**values.pop("limits")), **values)
+        transports = _with_tuples(values.pop("transports"))
+        shm, tcp = ShmConfig(**transports.pop("shm")), SocketConfig(**transports.pop("tcp"))
+        ucx = UcxConfig(**_with_tuples(transports.pop("ucx")))
+        return cls(
+            transports=TransportsConfig(shm=shm, tcp=tcp, ucx=ucx, **transports),
+            limits=Limits(**values.pop("limits")),
+            **values,
+        )
+
+
+def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

@@ -72,7 +72,7 @@ class MoverLink:
         self._on_peer_lost = on_peer_lost
         self._numbers = itertools.count(1)
         self._transfers: dict[int, Outputs] = {}
-        self._opening: dict[int, deque[asyncio.Future[None]]] = {}
+        self._opening: dict[int, deque[asyncio.Future[tuple[str, ...]]]] = {}
         """The mover answers every open, in order: an answer nobody waits for must not pass for a later one's."""
         self._closing: dict[int, asyncio.Future[None]] = {}
         self._connected: set[int] = set()
@@ -117,14 +117,15 @@ class MoverLink:
 
     # --- commands -------------------------------------------------------------------------------------------------
 
-    async def open_peer(self, peer: int, transports: Iterable[pb.Transport]) -> None:
-        """Connect the mover to a peer. Raises DataPlaneUnavailable, CapabilityMismatch, PeerUnavailable."""
+    async def open_peer(self, peer: int, transports: Iterable[pb.Transport]) -> tuple[str, ...]:
+        """Connect the mover to a peer; by which kinds of transport. Raises DataPlaneUnavailable, CapabilityMismatch,
+        PeerUnavailable."""
         self.require_up("session")
         self._connected.discard(peer)
-        future = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
         self._opening.setdefault(peer, deque()).append(future)
         self._send(mpb.MoverCommand(open_peer=mpb.OpenPeer(peer=peer, transports=transports)))
-        await future
+        return await future
 
     def close_peer(self, peer: int, *, abort: bool) -> asyncio.Future[None]:
         """Close the connection to a peer; the future is done when nothing is left of it."""
@@ -294,7 +295,7 @@ class MoverLink:
                         opened.set_exception(from_status(report.peer_opened.error))
                     else:
                         self._connected.add(report.peer_opened.peer)
-                        opened.set_result(None)
+                        opened.set_result(tuple(report.peer_opened.transports))
             case "peer_closed":
                 closed = self._closing.pop(report.peer_closed.peer, None)
                 if closed is not None and not closed.done():
@@ -317,13 +318,13 @@ class MoverLink:
         for outputs in transfers.values():
             outputs.on_mover_down(error)
         opening, self._opening = self._opening, {}
-        for future in (future for waiting in opening.values() for future in waiting):
-            if not future.done():
-                future.set_exception(error)
+        for opened in (future for waiting in opening.values() for future in waiting):
+            if not opened.done():
+                opened.set_exception(error)
         closing, self._closing = self._closing, {}
-        for future in closing.values():
-            if not future.done():
-                future.set_result(None)
+        for closed in closing.values():
+            if not closed.done():
+                closed.set_result(None)
         self._on_down(error)
 
     async def _end_process(self, *, kill: bool) -> None:

@@ -37,7 +37,7 @@ class Node:
             MoverConfig(
                 arena_bytes=config.arena.bytes,
                 prefault=config.arena.prefault,
-                ucx=config.ucx,
+                transports=config.transports_config,
                 limits=config.wire_limits,
                 log_level=config.log.level,
                 log_format=config.log.format,
@@ -160,7 +160,10 @@ class Node:
     # --- mover ----------------------------------------------------------------------------------------------------
 
     def _mover_up(self, started: mpb.MoverStarted) -> None:
-        _log.info("mover up", incarnation=f"{started.incarnation:016x}", ucx=started.ucx)
+        kinds = [transport.kind for transport in started.transports]
+        _log.info("mover up", incarnation=f"{started.incarnation:016x}", transports=kinds, ucx=started.ucx)
+        for kind, reason in started.left_out.items():
+            _log.warning("transport left out", transport=kind, reason=reason)
         self._on_ready(self.ready)
 
     def _peer_lost(self, peer: int, error: HurrayError) -> None:

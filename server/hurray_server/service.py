@@ -281,8 +281,8 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
         else:
             offered = read_offer(offer, node.limits)
         session = node.sessions.find(principal, offer.incarnation)
-        mover = node.link.require_up("offer")
-        transport = choose_transport([item.kind for item in mover.transports], offer.transports)
+        node.link.require_up("offer")
+        transport = choose_transport(session.transports, offer.transports)
         claim = node.store.claim(offer.key, overwrite=offer.overwrite, now_s=node.now_s())
         try:
             return PutTransfer(
@@ -317,8 +317,10 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
         try:
             session = node.sessions.find(principal, first.open.incarnation)
             node.require_ready("offer")
-            mover = node.link.require_up("offer")
-            transport = choose_transport([item.kind for item in mover.transports], first.open.transports)
+            node.link.require_up("offer")
+            # The caller is the target: its order counts.
+            wanted = [kind for kind in first.open.transports if kind in session.transports]
+            transport = choose_transport(wanted or session.transports, first.open.transports)
             transfer = GetTransfer(node, session, pin, transport, first.open.request_id, budget_s=budget.left_s())
         except HurrayError:
             node.store.unpin(pin)
@@ -514,11 +516,12 @@ async def _pump(
 
 
 def offer_digest(offer: pb.Offer) -> bytes:
-    """What makes two offers the same request: all but how the source is reached."""
+    """What makes two offers the same request: all but how the source is reached, and in what pieces it sends."""
     body = pb.Offer()
     body.CopyFrom(offer)
     body.ClearField("incarnation")
     body.ClearField("transports")
+    body.ClearField("chunk_bytes")
     return hashlib.blake2b(body.SerializeToString(deterministic=True), digest_size=32).digest()
 
 

@@ -28,12 +28,14 @@ _MAX_TRANSPORTS: Final = 16
 
 @dataclass(eq=False)
 class Session:
-    """One peer. `ended` is done, with the reason, when it is over without the peer having asked for it."""
+    """One peer, and the kinds of transport to it, best first. `ended` is done, with the reason, when it is over without
+    the peer having asked for it."""
 
     principal: Principal
     incarnation: int
     ended: asyncio.Future[HurrayError] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     is_open: bool = False
+    transports: tuple[str, ...] = ()
 
     def end(self, error: HurrayError) -> None:
         """It is over. Nothing happens the second time."""
@@ -64,14 +66,23 @@ class Sessions:
         choose_transport([ours.kind for ours in mover.transports], offered)
         session = self._register(principal, hello.incarnation)
         try:
-            await self._link.open_peer(hello.incarnation, hello.transports)
+            opened = await self._link.open_peer(hello.incarnation, hello.transports)
         except BaseException:
             await self.close(session, abort=True)
             raise
         session.is_open = True
-        _log.info("session opened", peer=f"{hello.incarnation:016x}", address=principal.address, transports=offered)
+        session.transports = tuple(ours.kind for ours in mover.transports if ours.kind in opened)
+        _log.info(
+            "session opened",
+            peer=f"{hello.incarnation:016x}",
+            address=principal.address,
+            transports=session.transports,
+        )
         return session, pb.Hello(
-            protocol_version=PROTOCOL_VERSION, incarnation=mover.incarnation, transports=mover.transports
+            protocol_version=PROTOCOL_VERSION,
+            incarnation=mover.incarnation,
+            # No address for what it does not use: some hold a secret. Those that did not open it refuses by itself.
+            transports=[ours for ours in mover.transports if ours.kind in offered],
         )
 
     def find(self, principal: Principal, incarnation: int) -> Session:

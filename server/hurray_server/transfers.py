@@ -17,6 +17,7 @@ from hurray_server.requests import Running
 from hurray_server.sessions import Session
 from hurray_server.store import Claim, Contents, Pin
 from hurray_wire.errors import DataPlaneUnavailable, HurrayError, PeerUnavailable
+from hurray_wire.limits import chunk_bytes_for, window_for
 from hurray_wire.messages import OfferedSnapshot
 from hurray_wire.status import from_status, to_status
 from hurray_wire.v1 import mover_pb2 as mpb
@@ -135,7 +136,7 @@ class PutTransfer(Transfer[pb.TargetMessage]):
                 peer=session.incarnation,
                 offer=without_names(offer),
                 transport=transport,
-                window=node.config.transfers.window,
+                window=window_for(transport, offer.chunk_bytes, node.config.transfers.window),
                 budget_s=budget_s,
             )
         )
@@ -219,7 +220,7 @@ class GetTransfer(Transfer[pb.SourceMessage]):
             tensors=contents.tensors,
             transports=[transport],
             checksum=pb.CHECKSUM_XXH3_64,
-            chunk_bytes=node.config.transfers.chunk_bytes,
+            chunk_bytes=chunk_bytes_for(transport, node.config.transfers.chunk_bytes),
         )
         offer.token_counts.extend(contents.counts())
         node.link.begin_source(

@@ -39,14 +39,23 @@ class Pair:
     and the function that delivers it."""
 
     def __init__(
-        self, make_source: Callable[[], Transport], make_target: Callable[[], Transport], **timers: float
+        self,
+        make_source: Callable[[], Transport],
+        make_target: Callable[[], Transport],
+        *,
+        kind: str = "memory",
+        **timers: float,
     ) -> None:
         self.lost: queue.SimpleQueue[tuple[str, int, Exception]] = queue.SimpleQueue()
-        self.source = DataPlane([make_source], on_peer_lost=lambda p, e: self.lost.put(("source", p, e)), **timers)
-        self.target = DataPlane([make_target], on_peer_lost=lambda p, e: self.lost.put(("target", p, e)), **timers)
+        self.source = DataPlane(
+            {kind: make_source}, on_peer_lost=lambda p, e: self.lost.put(("source", p, e)), **timers
+        )
+        self.target = DataPlane(
+            {kind: make_target}, on_peer_lost=lambda p, e: self.lost.put(("target", p, e)), **timers
+        )
         self.source.start()
         self.target.start()
-        self.kind = self.target.parameters[0].kind
+        self.kind = kind
         self.connect()
 
     def connect(self) -> None:

@@ -334,9 +334,11 @@ def test_a_transport_that_cannot_start_is_named() -> None:
     def broken() -> MemoryTransport:
         raise CapabilityMismatch("no such device", field="net_device", offered="eth9", required="lo")
 
-    plane = DataPlane([broken])
-    with pytest.raises(CapabilityMismatch):
+    plane = DataPlane({"memory": broken})
+    with pytest.raises(CapabilityMismatch) as caught:
         plane.start()
+    assert caught.value.details["transport"] == "memory"
+    assert not plane.running
     plane.stop()
 
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ucx
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     pytest.importorskip("ucxx", reason="the ucx extra is not installed")
-    made = Pair(lambda: UcxTransport(UcxConfig()), lambda: UcxTransport(UcxConfig()), drain_s=0.5)
+    made = Pair(lambda: UcxTransport(UcxConfig()), lambda: UcxTransport(UcxConfig()), kind="ucx", drain_s=0.5)
     yield made
     made.close()
     assert made.source.transfer_count == made.target.transfer_count == 0

@@ -124,8 +124,8 @@ def test_a_snapshot_is_never_larger_than_the_arena() -> None:
 
 
 def test_what_a_mover_is_told_survives_the_command_line() -> None:
-    config: Config = load_config(None, {"ucx": {"tls": ["tcp", "rc"]}})
-    told = MoverConfig(1 << 20, True, config.ucx, config.wire_limits, "info", "json")
+    config: Config = load_config(None, {"ucx": {"tls": ["tcp", "rc"]}, "shm": {"path": "/tmp/é"}})
+    told = MoverConfig(1 << 20, True, config.transports_config, config.wire_limits, "info", "json")
     assert MoverConfig.from_json(told.to_json()) == told
 
 

@@ -15,16 +15,19 @@ from typing import Any
 import pytest
 
 from hurray_server import mover_link
-from hurray_server.mover_config import MoverConfig
+from hurray_server.mover_config import MoverConfig, TransportsConfig
 from hurray_server.mover_link import MoverLink
 from hurray_wire.errors import DataPlaneUnavailable, HurrayError, PeerUnavailable, ProtocolViolation
 from hurray_wire.limits import Limits
 from hurray_wire.status import to_status
+from hurray_wire.transport.shm import ShmConfig
+from hurray_wire.transport.tls import SocketConfig
 from hurray_wire.transport.ucx import UcxConfig
 from hurray_wire.v1 import mover_pb2 as mpb
 from hurray_wire.v1 import transfer_pb2 as pb
 
-CONFIG = MoverConfig(1 << 20, False, UcxConfig(), Limits(), "info", "json")
+TRANSPORTS = TransportsConfig(("ucx",), ShmConfig(), SocketConfig(), UcxConfig())
+CONFIG = MoverConfig(1 << 20, False, TRANSPORTS, Limits(), "info", "json")
 
 STAND_IN = """\
     #!{python}

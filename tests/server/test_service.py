@@ -85,9 +85,9 @@ def test_a_node_says_what_it_is_and_can_do(daemon: RunningDaemon) -> None:
     assert state.ready
     assert (state.protocol_version, state.node) == (1, "test")
     assert f"{state.incarnation:016x}" in daemon.ready
-    assert [transport.kind for transport in state.transports] == ["ucx"]
-    assert state.transports[0].address == b""
-    assert "tcp_tx_seg_size" in state.transports[0].settings
+    assert [transport.kind for transport in state.transports] == ["shm", "tcp", "ucx"]
+    assert not any(transport.address for transport in state.transports)
+    assert "tcp_tx_seg_size" in state.transports[2].settings
     assert state.arena.total_bytes == state.limits.max_snapshot_bytes == 64 << 20
     assert "UCX 1." in state.ucx
     assert "libucp" in state.ucx

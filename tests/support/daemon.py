@@ -153,6 +153,10 @@ def running_daemon(config: str = "", *, arena_bytes: int = 64 << 20, node: str =
         path, log_path = Path(folder, "hurrayd.toml"), Path(folder, "log")
         top = [] if "listen =" in config else ['listen = "127.0.0.1:0"']
         tables = ["[arena]", f"bytes = {arena_bytes}"]
+        if "[shm]" not in config:
+            tables += ["[shm]", f'path = "{folder}/shm.sock"']
+        if "[tcp]" not in config:
+            tables += ["[tcp]", 'listen = "127.0.0.1:0"']
         if "[ucx]" not in config:
             tables += ["[ucx]", f"first_port = {UCX_PORTS[0]}", f"last_port = {UCX_PORTS[1]}"]
         path.write_text("\n".join([*top, f'node = "{node}"', config, *tables]))

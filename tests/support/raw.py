@@ -139,7 +139,8 @@ class RawClient:
     def __init__(self, address: str, *, connect: bool = True) -> None:
         self.channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
         self.stub = TransferServiceStub(self.channel)
-        self.plane = DataPlane([lambda: UcxTransport(UcxConfig(first_port=UCX_PORTS[0], last_port=UCX_PORTS[1]))])
+        ucx = UcxConfig(first_port=UCX_PORTS[0], last_port=UCX_PORTS[1])
+        self.plane = DataPlane({"ucx": lambda: UcxTransport(ucx)})
         self.session: Stream | None = None
         self.peer = 0
         if connect:

@@ -8,7 +8,9 @@ import time
 from typing import Any
 
 import hurray_client as ht
+from hurray_client.bench.node import TRANSPORTS, shm_path
 from hurray_client.bench.workloads import Tables, Workload, caches, fill, tables
+from hurray_client.config import ShmSection
 from hurray_wire.checksum import XXH3_64
 from hurray_wire.memory import aligned_empty
 from hurray_wire.pages import compact, live_slots
@@ -30,12 +32,13 @@ class Engine:
         self._destinations: dict[str, Tables] = {}
         self._load: _StatLoad | None = None
 
-    def open(self, address: str, memory_bytes: int, scratch_bytes: int, seed: int) -> dict[str, Any]:
-        """Take the memory, connect; which transports the node has."""
+    def open(self, address: str, folder: str, memory_bytes: int, scratch_bytes: int, seed: int) -> dict[str, Any]:
+        """Take the memory, connect by every transport that the node has; which they are."""
         self._memory = aligned_empty(memory_bytes, prefault=True)
         self._scratch = aligned_empty(scratch_bytes, prefault=True)
         fill(self._memory, seed)
-        self._client = ht.connect(address)
+        config = ht.ClientConfig(shm=ShmSection(path=shm_path(folder)))
+        self._client = ht.connect(address, config=config, transports=TRANSPORTS)
         node = self._client.node()
         return {"transports": list(node.transports), "ucx": node.ucx, "version": node.version}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
@@ -16,10 +17,17 @@ from typing import Any, Final
 from hurray_client.bench.processes import BenchError, children, usage
 from hurray_client.bench.workloads import MIB
 
+TRANSPORTS: Final = ("shm", "tcp", "ucx")
+
 _START_S: Final = 60.0
 _STOP_S: Final = 5.0
 _PREFAULT_POLL_S: Final = 0.2
 _STILL_MOST: Final = 10
+
+
+def shm_path(folder: str) -> str:
+    """Where nodes and engines of a run find each other."""
+    return f"{folder}/shm.sock"
 
 
 class Node:
@@ -34,7 +42,10 @@ class Node:
         Its address, and the pids of control process and mover. Raises BenchError with the log.
         """
         config, log = Path(folder, "hurrayd.toml"), Path(folder, "hurrayd.log")
-        config.write_text('node = "bench"\n')
+        config.write_text(
+            f'node = "bench"\ntransports = {json.dumps(TRANSPORTS)}\n'
+            f'[shm]\npath = {json.dumps(shm_path(folder))}\n[tcp]\nlisten = "127.0.0.1:0"\n'
+        )
         command = [_hurrayd(), "--config", str(config), "--listen", "127.0.0.1:0", "--arena", str(arena_bytes)]
         with log.open("wb") as sink:
             self._process = subprocess.Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=sink)  # noqa: S603 -- our own

@@ -217,10 +217,11 @@ class _Stage:
         self._outcome = outcome
         self._stack = stack
         self._progress = progress
+        self._folder = str(folder)
         self._chosen = plan.chosen()
         self._paged = catalogue(plan.scale)["paged"]
         progress.step("starting hurrayd")
-        node = stack.enter_context(Worker("node")).ask("start", folder=str(folder), arena_bytes=self._arena_bytes())
+        node = stack.enter_context(Worker("node")).ask("start", folder=self._folder, arena_bytes=self._arena_bytes())
         self._address: str = node["address"]
         self._node_pids: list[int] = node["pids"]
         progress.step("starting the engine")
@@ -228,6 +229,7 @@ class _Stage:
         found = self._engine.ask(
             "open",
             address=self._address,
+            folder=self._folder,
             memory_bytes=max(item.nbytes for item in self._chosen.values()),
             scratch_bytes=self._chosen["get_into"].nbytes if "get_into" in self._chosen else 0,
             seed=0,
@@ -295,7 +297,9 @@ class _Stage:
         added = [self._stack.enter_context(Worker("engine")) for _ in range(count)]
         size = catalogue(self._plan.scale)["concurrent"].nbytes if "concurrent" in self._chosen else 0
         for seed, worker in enumerate(added, 1):
-            worker.tell("open", address=self._address, memory_bytes=size, scratch_bytes=0, seed=seed)
+            worker.tell(
+                "open", address=self._address, folder=self._folder, memory_bytes=size, scratch_bytes=0, seed=seed
+            )
         for worker in added:
             worker.answer()
         self._others += added

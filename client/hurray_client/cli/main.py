@@ -69,7 +69,7 @@ def put(
         counts = None if token_counts is None else _numbers(token_counts)
         annotations = dict(map(_pair, annotate or ()))
         snapshot = load_hrry(file, token_counts=counts)
-        with client(target) as node, output.bar(key, quiet=as_json) as on_progress:
+        with client(target, require_transport) as node, output.bar(key, quiet=as_json) as on_progress:
             receipt = node.put(
                 key,
                 snapshot,
@@ -99,7 +99,7 @@ def get(
 ) -> None:
     """Take a snapshot from a node into a file."""
     with output.failures(as_json):
-        with client(target) as node, output.bar(key, quiet=as_json) as on_progress:
+        with client(target, require_transport) as node, output.bar(key, quiet=as_json) as on_progress:
             received = node.get(
                 key,
                 wait_s=wait,

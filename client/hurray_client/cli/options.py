@@ -22,6 +22,6 @@ DEFAULT_TARGET = "127.0.0.1:7411"
 DEFAULT_TIMEOUT_S = 60.0
 
 
-def client(target: str) -> Client:
-    """A client of the node, settings from the environment."""
-    return connect(target)
+def client(target: str, transport: str | None = None) -> Client:
+    """A client of the node, settings from the environment; connected by this transport, if it must be that."""
+    return connect(target, transports=None if transport is None else [transport])
