@@ -516,7 +516,10 @@ class DataPlane:
         entry.left_out[kind] = error
         _log.info("peer not reached", peer=f"{peer:016x}", transport=kind, error=str(error))
         if not entry.endpoints:
-            self._lose_peer(peer, error, notify=True)
+            nothing = CapabilityMismatch(
+                f"no transport reaches the peer: {error.message}", field="transports", offered=kind, peer=f"{peer:016x}"
+            )
+            self._lose_peer(peer, nothing, notify=True)
 
     def _leave_peer(self, peer: int) -> None:
         entry = self._peers.get(peer)

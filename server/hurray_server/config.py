@@ -226,9 +226,8 @@ class Config(BaseSettings):
     def transports_config(self) -> TransportsConfig:
         """What the mover is told to start."""
         host, port = self.tcp_listen
-        tcp = SocketConfig(
-            listen_host=host, listen_port=min(port, 65535), advertised_host=self.tcp.advertise
-        )  # the port counts only where tcp does
+        port = min(port, 65535)  # counts only where tcp does, and then it is checked
+        tcp = SocketConfig(listen_host=host, listen_port=port, advertised_host=self.tcp.advertise)
         shm = ShmConfig(path=self.shm.path or DEFAULT_PATH, listens=True)
         if self.transports is not None:
             return TransportsConfig(self.transports, shm=shm, tcp=tcp, ucx=self.ucx)

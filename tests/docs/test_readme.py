@@ -34,14 +34,13 @@ def test_its_reasons_are_those_there_are() -> None:
     assert named == every - ELSEWHERE
 
 
-@pytest.mark.ucx
-def test_its_sdk_example_runs_against_a_daemon(tmp_path: Path) -> None:
-    pytest.importorskip("ucxx")
+def test_its_sdk_example_runs_against_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HURRAY_SHM__PATH", str(tmp_path / "readme.sock"))
     (example,) = blocks("python")
     names: dict[str, Any] = {}
     with daemon("readme", tmp_path) as address:
         exec(example.replace("127.0.0.1:7411", address), names)
-    assert names["receipt"].transport == "ucx"
+    assert names["receipt"].transport == "shm"
     assert names["receipt"].dirty_dead_slot_count == 0
     assert (names["keys"] == 1).all()
     assert names["keys"].shape == (6, 2, 64)

@@ -17,6 +17,17 @@ def _clean_environment() -> None:
     os.environ.update(WIDE_PORTS)
 
 
+@pytest.fixture(autouse=True)
+def transport(request: pytest.FixtureRequest, daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The only one that clients of a test use: UCX, or what the test is parametrized with (indirectly)."""
+    kind: str = getattr(request, "param", "ucx")
+    if kind == "ucx":
+        pytest.importorskip("ucxx")
+    monkeypatch.setenv("HURRAY_TRANSPORTS", kind)
+    monkeypatch.setenv("HURRAY_SHM__PATH", daemon.shm_path)
+    return kind
+
+
 @pytest.fixture(scope="session")
 def daemon() -> Iterator[RunningDaemon]:
     """One daemon for all tests that leave it as they found it."""
@@ -26,14 +37,20 @@ def daemon() -> Iterator[RunningDaemon]:
 
 
 @pytest.fixture(scope="session")
-def shared_client(daemon: RunningDaemon) -> Iterator[ht.Client]:
-    with ht.connect(daemon.address) as client:
-        yield client
+def shared_clients() -> Iterator[dict[str, ht.Client]]:
+    """One for each transport that was asked for."""
+    clients: dict[str, ht.Client] = {}
+    yield clients
+    for client in clients.values():
+        client.close()
 
 
 @pytest.fixture
-def client(shared_client: ht.Client) -> Iterator[ht.Client]:
+def client(daemon: RunningDaemon, shared_clients: dict[str, ht.Client], transport: str) -> Iterator[ht.Client]:
     """A client of the shared daemon; whatever a test leaves there is deleted, and its arena must be whole then."""
+    if transport not in shared_clients:
+        shared_clients[transport] = ht.connect(daemon.address)
+    shared_client = shared_clients[transport]
     yield shared_client
     for info in shared_client.list():
         shared_client.delete(info.key)

@@ -26,7 +26,7 @@ def command(*arguments: str | Path) -> Any:
     done = subprocess.run(
         [Path(sys.executable).with_name("hurrayctl"), *map(str, arguments), "--json"],
         capture_output=True,
-        env=environment(**WIDE_PORTS),
+        env=environment(**WIDE_PORTS, HURRAY_TRANSPORTS="ucx"),
         timeout=60,
         check=True,
     )
@@ -100,8 +100,11 @@ def test_failures_have_statuses(daemon: RunningDaemon, client: ht.Client, file: 
     as_json("put", file, "-k", "cli/3", "--overwrite", *target)
     error = as_json("put", file, "-k", "x\ny", *target, status=1)["error"]
     assert error["details"]["field"] == "key"
-    error = as_json("put", file, "-k", "cli/4", "--require-transport", "shm", *target, status=1)["error"]
+    shm = ("--require-transport", "shm")
+    assert as_json("put", file, "-k", "cli/4", *shm, *target)["transport"] == "shm"
+    error = as_json("put", file, "-k", "cli/5", *shm, *target, status=1, HURRAY_SHM__PATH="/nowhere/x")["error"]
     assert error["reason"] == "CAPABILITY_MISMATCH"
+    assert "/nowhere/x" in error["message"]
     error = as_json("ls", "-t", "127.0.0.1:1", "--timeout", "0.5", status=4)["error"]
     assert error["details"]["stage"] == "connect"
     assert as_json("put", file, "-k", "k", "--token-counts", "six", *target, status=1)["error"]["code"] == (

@@ -269,7 +269,7 @@ class Scripted(transfer_pb2_grpc.TransferServiceServicer):
         self.asked: list[str] = []
 
     def GetNode(self, request: Any, context: Any) -> pb.GetNodeResponse:
-        return pb.GetNodeResponse(protocol_version=self.version, node="scripted")
+        return pb.GetNodeResponse(protocol_version=self.version, node="scripted", transports=[pb.Transport(kind="ucx")])
 
     def Stat(self, request: Any, context: Any) -> pb.StatResponse:
         self.asked.append("Stat")
@@ -394,6 +394,9 @@ def test_settings_come_from_the_environment_when_connecting(monkeypatch: pytest.
         ("HURRAY_CHUNK_BYTES", "5000", "chunk_bytes"),
         ("HURRAY_UCX__NET_DEVICES", "[lo", "ucx"),
         ("HURRAY_UCX__FIRST_PORT", "80", "ucx.first_port"),
+        ("HURRAY_TRANSPORTS", "shm,pigeon", "transports"),
+        ("HURRAY_TRANSPORTS", "shm,shm", "transports"),
+        ("HURRAY_SHM__PATH", "relative", "shm.path"),
     ],
 )
 def test_settings_that_make_no_sense(monkeypatch: pytest.MonkeyPatch, name: str, value: str, field: str) -> None:

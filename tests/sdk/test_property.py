@@ -1,4 +1,5 @@
-"""Random snapshots through a real daemon over UCX: live slots equal bit for bit, all else clear, nothing else sent."""
+"""Random snapshots through a real daemon over every transport: live slots equal bit for bit, all else clear, and nothing
+else sent."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, event, given, note, settings
 from hypothesis import strategies as st
 
 import hurray_client as ht
+from hurray_client.config import ShmSection
 from hurray_wire.packing import E8M0_NEUTRAL
 from hurray_wire.parameters import parameter_arrays
 from hurray_wire.quantization import PerBlockAffine
@@ -25,6 +27,8 @@ from support.daemon import RunningDaemon, running_daemon
 
 DAEMON_PORTS, CLIENT_PORTS = range(20700, 20750), range(20750, 20800)
 
+KINDS = ("ucx", "tcp", "shm")
+
 POISON = os.urandom(8)
 """Not to be found by chance in 2**60 random bytes."""
 
@@ -35,7 +39,9 @@ EXAMPLES = settings(
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[RunningDaemon]:
-    with running_daemon(f"[ucx]\nfirst_port = {DAEMON_PORTS[0]}\nlast_port = {DAEMON_PORTS[-1]}") as daemon:
+    ucx = f"[ucx]\nfirst_port = {DAEMON_PORTS[0]}\nlast_port = {DAEMON_PORTS[-2]}"
+    tcp = f'[tcp]\nlisten = "127.0.0.1:{DAEMON_PORTS[-1]}"'
+    with running_daemon(f"{ucx}\n{tcp}") as daemon:
         yield daemon
 
 
@@ -55,9 +61,12 @@ def capture() -> Iterator[Capture | None]:
 def peer(node: RunningDaemon, capture: Capture | None) -> Iterator[ht.Client]:
     """Its worker listens in a range of its own. Small chunks: most snapshots take several."""
     config = ht.ClientConfig(
-        ucx=UcxConfig(first_port=CLIENT_PORTS[0], last_port=CLIENT_PORTS[-1]), chunk_bytes=4096, window=2
+        shm=ShmSection(path=node.shm_path),
+        ucx=UcxConfig(first_port=CLIENT_PORTS[0], last_port=CLIENT_PORTS[-1]),
+        chunk_bytes=4096,
+        window=2,
     )
-    with ht.connect(node.address, config=config) as client:
+    with ht.connect(node.address, config=config, transports=KINDS) as client:
         yield client
 
 
@@ -122,21 +131,22 @@ def mark(case: Case, markers: list[bytes]) -> None:
 
 
 @EXAMPLES
-@given(case=cases(poison=POISON))
-def test_whole_snapshots(case: Case, peer: ht.Client, markers: list[bytes]) -> None:
+@given(case=cases(poison=POISON), kind=st.sampled_from(KINDS))
+def test_whole_snapshots(case: Case, kind: str, peer: ht.Client, markers: list[bytes]) -> None:
     describe(case)
-    receipt = peer.put("property", case.snapshot, overwrite=True)
-    mark(case, markers)
-    got = peer.get("property", consume=True)
+    receipt = peer.put("property", case.snapshot, overwrite=True, require_transport=kind)
+    if kind != "shm":
+        mark(case, markers)
+    got = peer.get("property", consume=True, require_transport=kind)
     assert_same_tokens_where_possible(case.snapshot, got)
     check_received(case, receipt, got)
     assert got.receipt.dirty_dead_slot_count == 0
 
 
 @EXAMPLES
-@given(case=cases(poison=POISON, whole_pages=True), data=st.data())
+@given(case=cases(poison=POISON, whole_pages=True), kind=st.sampled_from(KINDS), data=st.data())
 def test_into_other_tables_with_other_aliasing(
-    case: Case, data: st.DataObject, peer: ht.Client, markers: list[bytes]
+    case: Case, kind: str, data: st.DataObject, peer: ht.Client, markers: list[bytes]
 ) -> None:
     describe(case)
     tables = data.draw(other_tables(case.needed_tables))
@@ -156,9 +166,10 @@ def test_into_other_tables_with_other_aliasing(
         },
         quantization={key: quantized for key, (_, quantized) in own.items() if quantized is not None},
     )
-    peer.put("property/into", case.snapshot, overwrite=True)
-    mark(case, markers)
-    got = peer.get("property/into", consume=True, into=destination)
+    peer.put("property/into", case.snapshot, overwrite=True, require_transport=kind)
+    if kind != "shm":
+        mark(case, markers)
+    got = peer.get("property/into", consume=True, into=destination, require_transport=kind)
     assert tables_of(got) == tables
     assert_same_tokens_where_possible(case.snapshot, got)
     named = sorted({page for table in tables for page in table})

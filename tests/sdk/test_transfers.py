@@ -1,4 +1,4 @@
-"""Put and get through a real daemon over UCX: what arrives, what is refused, what is left behind."""
+"""Put and get through a real daemon over each transport: what arrives, what is refused, what is left behind."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ from sdk.snapshots import (
 )
 from support.daemon import RunningDaemon, eventually
 
+pytestmark = pytest.mark.parametrize("transport", ["shm", "tcp", "ucx"], indirect=True)
 
-def test_round_trip(client: ht.Client) -> None:
+
+def test_round_trip(client: ht.Client, transport: str) -> None:
     snapshot = make_snapshot()
     receipt = client.put("a/b", snapshot, lease_s=30, annotations={"model": "tiny"})
-    assert (receipt.key, receipt.generation > 0, receipt.transport, receipt.node) == ("a/b", True, "ucx", "test")
+    assert (receipt.key, receipt.generation > 0, receipt.transport, receipt.node) == ("a/b", True, transport, "test")
     assert (receipt.tensor_count, receipt.logical_page_count, receipt.distinct_page_count) == (4, 5, 4)
     # Pages 1 and 3 are full, page 6 holds 2 tokens, page 5 holds 3: three dead slots in each of four tensors.
     assert (receipt.dead_slot_count, receipt.dirty_dead_slot_count) == (12, 0)
@@ -47,6 +49,7 @@ def test_round_trip(client: ht.Client) -> None:
         assert got.receipt.wire_bytes == receipt.wire_bytes
         assert got.receipt.expire_time is None
         assert got.receipt.node == "test"
+        assert got.receipt.transport == transport
 
 
 def test_received_buffers_are_page_aligned_and_say_so(client: ht.Client) -> None:
@@ -278,7 +281,12 @@ def test_leases(client: ht.Client) -> None:
 
 def test_node(daemon: RunningDaemon, client: ht.Client) -> None:
     info = client.node()
-    assert (info.node, info.protocol_version, info.ready, info.transports) == ("test", 1, True, ("ucx",))
+    assert (info.node, info.protocol_version, info.ready, info.transports) == (
+        "test",
+        1,
+        True,
+        ("shm", "tcp", "ucx"),
+    )
     assert info.arena.total_bytes >= 128 << 20
     assert "UCX" in info.ucx
 
@@ -313,13 +321,14 @@ def test_a_snapshot_that_the_arena_cannot_hold(client: ht.Client) -> None:
     client.put("small", make_snapshot())
 
 
-def test_require_transport(client: ht.Client) -> None:
-    assert client.put("t", make_snapshot(), require_transport="ucx").transport == "ucx"
-    with pytest.raises(ht.CapabilityMismatch) as caught:
-        client.put("u", make_snapshot(), require_transport="shm")
-    assert (caught.value.details["required"], caught.value.details["offered"]) == ("shm", "ucx")
-    with pytest.raises(ht.CapabilityMismatch):
-        client.get("t", require_transport="shm")
+def test_require_transport(client: ht.Client, transport: str) -> None:
+    assert client.put("t", make_snapshot(), require_transport=transport).transport == transport
+    other = "tcp" if transport != "tcp" else "ucx"
+    with pytest.raises(ht.CapabilityMismatch, match=r"connect\(transports=") as caught:
+        client.put("u", make_snapshot(), require_transport=other)
+    assert (caught.value.details["required"], caught.value.details["offered"]) == (other, transport)
+    with pytest.raises(ht.CapabilityMismatch, match="none of the node's"):
+        client.get("t", require_transport="pigeon")
 
 
 def test_a_closed_snapshot_is_not_sent(client: ht.Client) -> None:
@@ -355,10 +364,10 @@ def test_a_retry_gets_the_first_receipt(client: ht.Client) -> None:
 
 
 def test_a_stream_cut_after_the_last_byte_yields_the_one_receipt(
-    daemon: RunningDaemon, client: ht.Client, monkeypatch: pytest.MonkeyPatch
+    daemon: RunningDaemon, client: ht.Client, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The outcome is unknown to the source: the SDK asks again with the same id, and nothing is committed twice."""
-    stage = SnapshotSource.stage
+    stage, key = SnapshotSource.stage, f"unknown/{transport}"
     with Proxy(daemon.address) as proxy, ht.connect(proxy.address) as cut, ThreadPoolExecutor(1) as pool:
 
         def mute_at_the_last(self: SnapshotSource, chunk: Chunk, take_staging: Any) -> Any:
@@ -367,15 +376,15 @@ def test_a_stream_cut_after_the_last_byte_yields_the_one_receipt(
             return stage(self, chunk, take_staging)
 
         monkeypatch.setattr(SnapshotSource, "stage", mute_at_the_last)
-        putting = pool.submit(cut.put, "unknown", make_snapshot(), timeout_s=30)
-        eventually(lambda: [info.key for info in client.list()] == ["unknown"], 10)
+        putting = pool.submit(cut.put, key, make_snapshot(), timeout_s=30)
+        eventually(lambda: [info.key for info in client.list()] == [key], 10)
         monkeypatch.undo()
         assert not putting.done()
         proxy.cut()
         proxy.mute.clear()
         receipt = putting.result(30)
-    assert receipt.generation == client.stat("unknown").info.generation
-    assert len(daemon.logged("snapshot committed", key="unknown")) == 1
+    assert receipt.generation == client.stat(key).info.generation
+    assert len(daemon.logged("snapshot committed", key=key)) == 1
 
 
 def test_a_stream_cut_before_the_offer_is_answered_is_tried_again(daemon: RunningDaemon, client: ht.Client) -> None:

@@ -35,6 +35,7 @@ class RunningDaemon:
     def __init__(self, process: subprocess.Popen[str], log_path: Path, ready: str) -> None:
         self.process = process
         self.log_path = log_path
+        self.shm_path = str(log_path.with_name("shm.sock"))
         self.ready = ready
         found = re.fullmatch(
             r"hurrayd ready: address=(\S+) listen=(\S+) node=(\S+) incarnation=([0-9a-f]{16}) .*", ready.strip()
@@ -146,7 +147,9 @@ def command(*arguments: str) -> list[str]:
 
 
 @contextmanager
-def running_daemon(config: str = "", *, arena_bytes: int = 64 << 20, node: str = "test") -> Iterator[RunningDaemon]:
+def running_daemon(
+    config: str = "", *, arena_bytes: int = 64 << 20, node: str = "test", env: dict[str, str] | None = None
+) -> Iterator[RunningDaemon]:
     """A ready daemon, killed with all its children at the end. `config`: more TOML; a table that is named in it is the
     caller's as a whole ([arena] excepted: give `arena_bytes`)."""
     with tempfile.TemporaryDirectory(prefix="hurrayd-") as folder:
@@ -166,7 +169,7 @@ def running_daemon(config: str = "", *, arena_bytes: int = 64 << 20, node: str =
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=sink,
-                env=environment(),
+                env=environment(**(env or {})),
                 text=True,
             )
         assert process.stdout is not None
