@@ -7,7 +7,7 @@ import pytest
 
 import hurray_client as ht
 from sdk.ports import WIDE_PORTS
-from support.daemon import RunningDaemon, running_daemon
+from support.daemon import RunningDaemon, eventually, running_daemon
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -54,5 +54,5 @@ def client(daemon: RunningDaemon, shared_clients: dict[str, ht.Client], transpor
     yield shared_client
     for info in shared_client.list():
         shared_client.delete(info.key)
-    arena = shared_client.node().arena
-    assert (arena.held_bytes, arena.receiving_bytes) == (0, 0)
+    # The memory comes back a little after the deletion.
+    eventually(lambda: shared_client.node().arena.free_bytes == shared_client.node().arena.total_bytes, 10, "the arena")

@@ -1,4 +1,4 @@
-"""Random snapshots through a real daemon over every transport: live slots equal bit for bit, all else clear, and nothing
+"""Random snapshots through a real daemon over every transport: live slots equal bit for bit, all else clear, nothing
 else sent."""
 
 from __future__ import annotations
