@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 
 from hurray_server.config import Config, load_config, split_address, to_toml
-from hurray_server.mover_config import MoverConfig
+from hurray_server.mover import Mover
+from hurray_server.mover_config import MoverConfig, TransportsConfig
 from hurray_server.principal import principal_of
-from hurray_wire.errors import InvalidRequest, PermissionDenied
+from hurray_wire.errors import DataPlaneUnavailable, InvalidRequest, PermissionDenied
+from hurray_wire.limits import Limits
+from hurray_wire.transport.shm import ShmConfig
+from hurray_wire.transport.tls import SocketConfig
+from hurray_wire.transport.ucx import UcxConfig
 from support.daemon import command, environment
 
 SHIPPED = Path(__file__).parents[2] / "deploy" / "hurrayd.toml"
@@ -180,3 +185,78 @@ def test_a_list_of_names_comes_from_the_environment(
 ) -> None:
     monkeypatch.setenv("HURRAY_UCX__NET_DEVICES", text)
     assert load_config(write(tmp_path, ""), {}).ucx.net_devices == names
+
+
+# --- transports -------------------------------------------------------------------------------------------------------
+
+
+def test_all_that_can_be_had_by_default() -> None:
+    told = load_config(None, {}).transports_config
+    assert (told.kinds, told.optional, told.by_merit) == (("shm", "ucx", "tcp"), ("shm", "ucx"), True)
+    assert (told.shm.path, told.shm.listens) == ("/run/hurray/hurrayd.sock", True)
+    assert (told.tcp.listen_host, told.tcp.listen_port) == ("127.0.0.1", 7412)
+    assert load_config(None, {"listen": "[::1]:0"}).transports_config.tcp.listen_host == "::1"
+    assert load_config(None, {"listen": "localhost:0"}).transports_config.tcp.listen_port == 0
+    assert load_config(None, {"shm": {"path": "/x/y"}}).transports_config.optional == ("ucx",)
+
+
+def test_exactly_what_is_named() -> None:
+    told = load_config(None, {"transports": ["tcp", "shm"]}).transports_config
+    assert (told.kinds, told.optional, told.by_merit) == (("tcp", "shm"), (), False)
+
+
+def test_plain_sockets_off_loopback_are_named_explicitly() -> None:
+    elsewhere = {"listen": "10.0.0.3:7411", "insecure": True}
+    config = load_config(None, elsewhere)
+    assert "tcp" not in config.transports_config.kinds
+    assert "10.0.0.3" in config.left_out["tcp"]
+    with pytest.raises(InvalidRequest, match=r"tcp\.listen"):
+        load_config(None, {**elsewhere, "transports": ["tcp"]})
+    named = load_config(None, {**elsewhere, "tcp": {"listen": "10.0.0.3:9000"}})
+    assert (named.transports_config.tcp.listen_port, named.left_out) == (9000, {})
+    with pytest.raises(InvalidRequest, match=r"tcp\.advertise"):
+        load_config(None, {**elsewhere, "tcp": {"listen": "0.0.0.0:9000"}})
+    wide = load_config(None, {**elsewhere, "tcp": {"listen": "0.0.0.0:9000", "advertise": "10.0.0.3"}})
+    assert wide.transports_config.tcp.advertised_host == "10.0.0.3"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"transports": []},
+        {"transports": ["tls"]},
+        {"transports": ["shm", "shm"]},
+        {"shm": {"path": "relative"}},
+        {"shm": {"path": "/" + "x" * 200}},
+        {"tcp": {"listen": "nowhere"}},
+        {"listen": "127.0.0.1:65535", "transports": ["tcp"]},
+    ],
+)
+def test_transports_that_make_no_sense(values: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        load_config(None, values)
+
+
+def test_the_check_says_which_transports_there_will_be(tmp_path: Path) -> None:
+    said = run("--check", "--config", str(write(tmp_path, 'listen = "10.0.0.3:7411"\ninsecure = true\n'))).stdout
+    assert "transport shm at /run/hurray/hurrayd.sock, if it can be had" in said
+    assert "transport tcp left out: listen is 10.0.0.3:7411" in said
+
+
+def test_shm_that_cannot_listen_is_left_out_where_it_may_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    shm, tcp = ShmConfig(path=str(tmp_path / "file" / "sock"), listens=True), SocketConfig(listen_host="127.0.0.1")
+    for optional in (("shm",), ()):
+        transports = TransportsConfig(("shm", "tcp"), shm, tcp, UcxConfig(), optional=optional)
+        mover = Mover(MoverConfig(1 << 20, False, transports, Limits(), "info", "json"), lambda _: None)
+        try:
+            if optional:
+                started = mover.start().started
+                assert [item.kind for item in started.transports] == ["tcp"]
+                assert "file/sock" in started.left_out["shm"]
+            else:
+                with pytest.raises(DataPlaneUnavailable) as caught:
+                    mover.start()
+                assert caught.value.details["transport"] == "shm"
+        finally:
+            mover.stop()
