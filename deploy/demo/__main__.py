@@ -21,7 +21,7 @@ import numpy as np
 import hurray_client as ht
 from deploy.demo.batch import PAGE_SIZE
 from deploy.demo.model import CacheKey, Config, PagedCache
-from deploy.demo.processes import daemon, run_engine
+from deploy.demo.processes import daemon, run_engine, socket_of
 from deploy.demo.report import Report, receipt_table
 from hurray_wire.prepare import PreparedSnapshot, prepare
 
@@ -40,8 +40,8 @@ def main() -> int:
         with ht.connect(nodes[0]) as a, ht.connect(nodes[1]) as b:
             for name, client in (("A", a), ("B", b)):
                 info = client.node()
-                report.say(f"{name} at {client.target}, {info.ucx}")
-            hand_over(report, b)
+                report.say(f"{name} at {client.target} by {', '.join(info.transports)}; {info.ucx}")
+            hand_over(report, b, socket_of("B", folder))
             refuse(report, a, b)
     failed = len(report.failed_checks)
     verdict = f"[bold red]{failed} checks failed[/]" if failed else "[bold green]All checks hold[/]"
@@ -49,10 +49,10 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def hand_over(report: Report, b: ht.Client) -> None:
+def hand_over(report: Report, b: ht.Client, socket: str) -> None:
     """From prefill in one process to decode in another, by way of B."""
     report.heading("Prefill: one process, which puts its cache to B")
-    prefill = run_engine("prefill", b.target, KEY)
+    prefill = run_engine("prefill", b.target, KEY, socket=socket)
     receipt = prefill["receipt"]
     report.say(
         f"{len(prefill['token_counts'])} sequences of {', '.join(map(str, prefill['token_counts']))} tokens in"
@@ -68,7 +68,8 @@ def hand_over(report: Report, b: ht.Client) -> None:
     )
 
     report.heading("Decode: another process, which has the key, the weights and five last tokens")
-    decode = run_engine("decode", b.target, KEY, json.dumps(prefill["last_tokens"]))
+    decode = run_engine("decode", b.target, KEY, json.dumps(prefill["last_tokens"]), socket=socket)
+    report.check(decode["transport"] == "shm", "shared memory moved the bytes, as between any processes of one host")
     for seq, (expected, said) in enumerate(zip(prefill["said"], decode["said"], strict=True)):
         report.say(f"sequence {seq}: {' '.join(map(str, said[:12]))} ...", "" if said == expected else "red")
     count = sum(map(len, prefill["said"]))

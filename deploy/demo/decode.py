@@ -23,6 +23,7 @@ def main(node: str, key: str, last_tokens_json: str) -> None:
     model = load_model()
     with ht.connect(node) as client, client.get(key, wait_s=5) as got:
         cache = adopt(got, spare_pages=len(last_tokens) * (1 + STEPS // got.structure.page_size))
+        transport = got.receipt.transport
         residue_count = sum(int((tensor.page_pool.view(np.float32) == RESIDUE).sum()) for tensor in got.tensors)
 
     zeroed = cache.copy()
@@ -34,6 +35,7 @@ def main(node: str, key: str, last_tokens_json: str) -> None:
         swapped.pools[layer, "key"], swapped.pools[layer, "value"] = value_pool, key_pool
 
     report = {
+        "transport": transport,
         "residue_count": residue_count,
         "said": decode(model, cache, last_tokens, STEPS).tokens,
         "said_zeroed": decode(model, zeroed, last_tokens, STEPS).tokens,

@@ -24,7 +24,7 @@ def daemon(name: str, folder: Path) -> Iterator[str]:
     """A hurrayd with its log in `folder`, from ready to stopped; its address. Raises RuntimeError with its log."""
     config, log = folder / f"{name}.toml", folder / f"{name}.log"
     config.write_text(
-        f'listen = "127.0.0.1:0"\nnode = "{name}"\n[arena]\nbytes = {64 << 20}\n[shm]\npath = "{folder / name}.sock"\n'
+        f'listen = "127.0.0.1:0"\nnode = "{name}"\n[arena]\nbytes = {64 << 20}\n[shm]\npath = "{socket_of(name, folder)}"\n'
     )
     command = [str(Path(sys.executable).with_name("hurrayd")), "--config", str(config)]
     with (
@@ -41,11 +41,16 @@ def daemon(name: str, folder: Path) -> Iterator[str]:
                 process.kill()
 
 
-def run_engine(name: str, *arguments: str) -> dict[str, Any]:
-    """Run one engine to its end; what it reports."""
+def socket_of(name: str, folder: Path) -> str:
+    """By which processes of this host reach the daemon of that name through shared memory."""
+    return f"{folder / name}.sock"
+
+
+def run_engine(name: str, *arguments: str, socket: str) -> dict[str, Any]:
+    """Run one engine beside the daemon with that socket to its end; what it reports."""
     command = [sys.executable, "-m", f"deploy.demo.{name}", *arguments]
     # Matrices this small gain nothing from more threads, which would only stand in the way of the daemons.
-    environment = {**_environment(), "OPENBLAS_NUM_THREADS": "1"}
+    environment = {**_environment(), "OPENBLAS_NUM_THREADS": "1", "HURRAY_SHM__PATH": socket}
     ran = subprocess.run(command, stdout=PIPE, env=environment, timeout=ENGINE_S, check=True)
     report: dict[str, Any] = json.loads(ran.stdout)
     return report
