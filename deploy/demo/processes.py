@@ -24,7 +24,8 @@ def daemon(name: str, folder: Path) -> Iterator[str]:
     """A hurrayd with its log in `folder`, from ready to stopped; its address. Raises RuntimeError with its log."""
     config, log = folder / f"{name}.toml", folder / f"{name}.log"
     config.write_text(
-        f'listen = "127.0.0.1:0"\nnode = "{name}"\n[arena]\nbytes = {64 << 20}\n[shm]\npath = "{socket_of(name, folder)}"\n'
+        f'listen = "127.0.0.1:0"\nnode = "{name}"\n[arena]\nbytes = {64 << 20}\n'
+        f'[shm]\npath = "{socket_of(name, folder)}"\n'
     )
     command = [str(Path(sys.executable).with_name("hurrayd")), "--config", str(config)]
     with (
