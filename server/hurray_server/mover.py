@@ -84,7 +84,11 @@ class Mover:
         """Start the data plane; the report that says so. Raises HurrayError for a transport that cannot be had, unless
         it may be left out."""
         self._plane.start(())
-        kinds, left_out = self._start_transports()
+        try:
+            kinds, left_out = self._start_transports()
+        except HurrayError:
+            self._plane.stop()  # else what had started leaves the name of its socket behind
+            raise
         if self._config.prefault:
             threading.Thread(target=self._prefault, name="hurray-prefault", daemon=True).start()
         return mpb.MoverReport(

@@ -55,11 +55,15 @@ def test_a_port_that_is_taken_is_fatal() -> None:
         assert daemon.node_state().ready
 
 
-def test_a_data_plane_that_cannot_start_is_fatal_and_says_why() -> None:
-    failed = exit_status("--listen", "127.0.0.1:0", "--arena", "2MiB", "--net-device", "nosuchdevice0")
+def test_a_data_plane_that_cannot_start_is_fatal_and_says_why(tmp_path: Path) -> None:
+    path, names = tmp_path / "hurrayd.toml", tmp_path / "names"
+    names.mkdir()
+    path.write_text(f'listen = "127.0.0.1:0"\n[shm]\npath = "{names}/node.sock"\n')
+    failed = exit_status("--config", str(path), "--arena", "2MiB", "--net-device", "nosuchdevice0")
     assert failed.returncode == 1
     assert "nosuchdevice0" in failed.stderr
-    failed = exit_status("--listen", "127.0.0.1:0", "--arena", "60TiB")
+    assert list(names.iterdir()) == []
+    failed = exit_status("--config", str(path), "--arena", "60TiB")
     assert failed.returncode == 1
     assert "arena.bytes" in failed.stderr
 
