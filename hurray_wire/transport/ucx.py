@@ -257,7 +257,6 @@ def _context_config(config: UcxConfig) -> dict[str, str]:
         "NET_DEVICES": ",".join(config.net_devices),
         "TCP_TX_SEG_SIZE": str(config.tcp_tx_seg_size_bytes),
         "TCP_RX_SEG_SIZE": str(config.tcp_rx_seg_size_bytes),
-        "TCP_PORT_RANGE": f"{config.first_port}-{config.last_port}",
         "TCP_CONN_NB": "y",  # else a connect may block the thread for 70 s
         # One socket event a time: UCX reads them in batches, and one whose handling ends a connection frees the
         # endpoint that a later one of the same batch points to. Seen as a crash when a peer came back from a stop.
@@ -444,20 +443,34 @@ class UcxTransport(Transport):
         self._next_cut = 0.0
         self._loopback: Any = None
         self._stirred = False
-        opened_before = _sockets.open_descriptors()
-        options = _context_config(config)
-        try:
-            lib = self._ucxx.lib
-            self._context = lib.UCXContext(options, (lib.Feature.TAG, lib.Feature.WAKEUP))
-            self._worker = lib.UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
-            self._worker.init_blocking_progress_mode()
-        except self._ucxx.error as error:
-            raise DataPlaneUnavailable(
-                f"UCX does not start on {options['NET_DEVICES']}, ports {options['TCP_PORT_RANGE']}: {error}",
-                stage="start",
-            ) from error
+        opened_before = _sockets.open_sockets()
+        self._context, self._worker = self._start()
         self._ports = _sockets.listening_ports(config.first_port, config.last_port, opened_before=opened_before)
         self._guard_sockets((), opened_before)
+
+    def _start(self) -> tuple[Any, Any]:
+        """UCX's context and worker, at a free port. Given the whole range, UCX tries ports in it for ever."""
+        config, lib = self._config, self._ucxx.lib
+        options = _context_config(config)
+        place = f"on {options['NET_DEVICES']}, ports {config.first_port}-{config.last_port}"
+        for port in _sockets.free_ports(config.first_port, config.last_port):
+            options["TCP_PORT_RANGE"] = f"{port}-{port}"
+            try:
+                context = lib.UCXContext(options, (lib.Feature.TAG, lib.Feature.WAKEUP))
+                worker = lib.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
+                worker.init_blocking_progress_mode()
+            except lib.UCXBusyError:
+                continue
+            except self._ucxx.error as error:
+                raise DataPlaneUnavailable(f"UCX does not start {place}: {error}", stage="start") from error
+            return context, worker
+        raise DataPlaneUnavailable(
+            f"UCX does not start {place}: every port is taken; a process that uses UCX takes one",
+            stage="start",
+            field="ucx.last_port",
+            offered=f"{config.first_port}-{config.last_port}",
+            required="a range with a free port",
+        )
 
     def parameters(self) -> TransportParameters:
         config = self._config
@@ -481,7 +494,7 @@ class UcxTransport(Transport):
     ) -> UcxEndpoint:
         assert not self._closed
         ports, worker_address = _unpack_address(parameters.address)
-        opened_before = _sockets.open_descriptors()
+        opened_before = _sockets.open_sockets()
         try:
             address = self._ucxx.lib.UCXAddress.create_from_buffer(worker_address)
             handle = self._worker.create_endpoint_from_worker_address(address, True)
@@ -659,8 +672,8 @@ class UcxTransport(Transport):
             return  # the receive stays pending, and its buffer taken, until its connection is closed
         self._track(_Operation(request, array, byte, tag, None, None))
 
-    def _guard_sockets(self, peer_ports: Collection[int], opened_before: frozenset[int]) -> None:
-        _sockets.set_user_timeout(
+    def _guard_sockets(self, peer_ports: Collection[int], opened_before: frozenset[str]) -> None:
+        _sockets.guard(
             self._config.user_timeout_s,
             local_ports=self._ports,
             remote_ports=peer_ports,

@@ -28,7 +28,7 @@ def transport(request: pytest.FixtureRequest, daemon: RunningDaemon, monkeypatch
     return kind
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def daemon() -> Iterator[RunningDaemon]:
     """One daemon for all tests that leave it as they found it."""
     with running_daemon(arena_bytes=128 << 20) as daemon:
@@ -36,7 +36,7 @@ def daemon() -> Iterator[RunningDaemon]:
         assert not daemon.logged("internal error")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_clients() -> Iterator[dict[str, ht.Client]]:
     """One for each transport that was asked for."""
     clients: dict[str, ht.Client] = {}

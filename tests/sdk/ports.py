@@ -5,4 +5,4 @@ from __future__ import annotations
 from support.daemon import UCX_PORTS
 
 WIDE_PORTS = {"HURRAY_UCX__FIRST_PORT": str(UCX_PORTS[0]), "HURRAY_UCX__LAST_PORT": str(UCX_PORTS[1])}
-"""A port that a worker has used is taken for a minute more, and tests use many workers."""
+"""Tests have many workers, and the default range has twenty ports."""

@@ -28,7 +28,7 @@ from hurray_wire.testing.transport_suite import (
     post_send,
     settle,
 )
-from hurray_wire.transport import ucx
+from hurray_wire.transport import _sockets, ucx
 from hurray_wire.transport._sockets import open_descriptors
 from hurray_wire.transport.base import TransportParameters
 from hurray_wire.transport.ucx import UcxConfig, UcxTransport, loaded_ucx
@@ -333,6 +333,36 @@ def test_ports_come_from_the_range_and_run_out_with_an_error():
         UcxTransport(config)
     only.close()
     UcxTransport(config).close()
+
+
+def test_a_taken_port_is_no_reason_to_try_for_ever():
+    with socket.create_server(("127.0.0.1", 22510)), pytest.raises(DataPlaneUnavailable) as caught:
+        UcxTransport(UcxConfig(first_port=22510, last_port=22510))
+    assert (caught.value.stage, caught.value.field) == ("start", "ucx.last_port")
+    with (
+        socket.create_server(("127.0.0.1", 22511)),
+        closing(UcxTransport(UcxConfig(first_port=22511, last_port=22512))) as b,
+    ):
+        assert ucx._unpack_address(b.parameters().address)[0] == {22512}
+
+
+def test_a_port_is_free_again_as_soon_as_its_worker_is_closed():
+    """Else every process that comes and goes takes one of few ports for a minute."""
+    config = UcxConfig(first_port=22520, last_port=22521)
+    with closing(UcxTransport(config)) as stays:
+        for _ in range(8):
+            with closing(UcxTransport(config)) as goes:
+                TestUcxTransport().exchange(Pair(goes, stays))
+                TestUcxTransport().exchange(Pair(stays, goes))
+
+
+def test_a_socket_with_the_number_of_one_closed_meanwhile_is_seen():
+    old = socket.socket()
+    number, before = old.fileno(), _sockets.open_sockets()
+    old.close()
+    with socket.create_server(("127.0.0.1", 22530)) as new:
+        assert new.fileno() == number
+        assert _sockets.listening_ports(22530, 22530, opened_before=before) == {22530}
 
 
 # --- the library -------------------------------------------------------------------------------------------------
