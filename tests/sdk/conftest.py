@@ -9,12 +9,10 @@ import hurray_client as ht
 from sdk.ports import WIDE_PORTS
 from support.daemon import RunningDaemon, eventually, running_daemon
 
-
-@pytest.fixture(scope="session", autouse=True)
-def _clean_environment() -> None:
-    for name in [name for name in os.environ if name.startswith("HURRAY_")]:
-        del os.environ[name]
-    os.environ.update(WIDE_PORTS)
+# Before the test modules are imported: some have settings of their own, made from these.
+for _name in [name for name in os.environ if name.startswith("HURRAY_")]:
+    del os.environ[_name]
+os.environ.update(WIDE_PORTS)
 
 
 @pytest.fixture(autouse=True)
