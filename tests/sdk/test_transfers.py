@@ -15,7 +15,6 @@ import pytest
 import hurray_client as ht
 from hurray_wire.image import Chunk
 from hurray_wire.payload import SnapshotSource
-from sdk.proxy import Proxy
 from sdk.snapshots import (
     assert_dead_slots_clear,
     assert_same_tokens,
@@ -25,6 +24,7 @@ from sdk.snapshots import (
     tables_of,
 )
 from support.daemon import RunningDaemon, eventually
+from support.proxy import DOWN, Proxy, cut, silence
 
 pytestmark = pytest.mark.parametrize("transport", ["shm", "tcp", "ucx"], indirect=True)
 
@@ -368,33 +368,31 @@ def test_a_stream_cut_after_the_last_byte_yields_the_one_receipt(
 ) -> None:
     """The outcome is unknown to the source: the SDK asks again with the same id, and nothing is committed twice."""
     stage, key = SnapshotSource.stage, f"unknown/{transport}"
-    with Proxy(daemon.address) as proxy, ht.connect(proxy.address) as cut, ThreadPoolExecutor(1) as pool:
+    with Proxy(daemon.address) as proxy, ht.connect(proxy.address) as source, ThreadPoolExecutor(1) as pool:
 
         def mute_at_the_last(self: SnapshotSource, chunk: Chunk, take_staging: Any) -> Any:
             if chunk.index + 1 == len(self.plan.chunks):
-                proxy.mute.set()
+                proxy.do(silence(DOWN))
             return stage(self, chunk, take_staging)
 
         monkeypatch.setattr(SnapshotSource, "stage", mute_at_the_last)
-        putting = pool.submit(cut.put, key, make_snapshot(), timeout_s=30)
+        putting = pool.submit(source.put, key, make_snapshot(), timeout_s=30)
         eventually(lambda: [info.key for info in client.list()] == [key], 10)
         monkeypatch.undo()
         assert not putting.done()
-        proxy.cut()
-        proxy.mute.clear()
+        proxy.do(cut)
         receipt = putting.result(30)
     assert receipt.generation == client.stat(key).info.generation
     assert len(daemon.logged("snapshot committed", key=key)) == 1
 
 
 def test_a_stream_cut_before_the_offer_is_answered_is_tried_again(daemon: RunningDaemon, client: ht.Client) -> None:
-    with Proxy(daemon.address) as proxy, ht.connect(proxy.address) as cut, ThreadPoolExecutor(1) as pool:
-        cut.put("warm", make_snapshot())
-        proxy.mute.set()
-        putting = pool.submit(cut.put, "again", make_snapshot(), timeout_s=30)
-        eventually(lambda: daemon.logged("snapshot committed", key="again") or len(cut._calls), 10)
-        proxy.cut()
-        proxy.mute.clear()
+    with Proxy(daemon.address) as proxy, ht.connect(proxy.address) as source, ThreadPoolExecutor(1) as pool:
+        source.put("warm", make_snapshot())
+        proxy.do(silence(DOWN))
+        putting = pool.submit(source.put, "again", make_snapshot(), timeout_s=30)
+        eventually(lambda: daemon.logged("snapshot committed", key="again") or len(source._calls), 10)
+        proxy.do(cut)
         putting.result(30)
     assert client.stat("again").info.key == "again"
 
