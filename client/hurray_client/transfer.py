@@ -497,7 +497,9 @@ def _raise_if_failed(exchange: _Exchange, ended: Ended) -> None:
             passed = [stage for stage, _ in ended.stages if stage != _DRAIN]
             error.details.setdefault("stage", passed[-1] if passed else "offer")
             error.details.setdefault("peer", exchange.node.target)
-        raise TryAgain(error) if is_passing(error) and not exchange.accepted else error
+        # Without a connection nothing moved, whoever accepted what: the session is lost, and its thread about to see it.
+        again = not exchange.accepted or error.stage == "connect"
+        raise TryAgain(error) if is_passing(error) and again else error
 
 
 def _await_offer(exchange: _Exchange, call: Call, stage: str) -> pb.Offer:

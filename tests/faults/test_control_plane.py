@@ -41,9 +41,21 @@ BUDGET_S = 3.0
 GRACE_S = 6.0
 """What a call may take beyond its budget to drain (2 s) and to settle (2 s), on a busy machine."""
 
-CONFIG = ht.ClientConfig(
-    chunk_bytes=4096, window=2, keepalive_interval_s=1.0, keepalive_timeout_s=0.5, retry_s=2.0, connect_timeout_s=2.0
-)
+TRANSPORTS = ("shm", "tcp", "ucx")
+
+
+def config(daemon: RunningDaemon, transport: str) -> ht.ClientConfig:
+    return ht.ClientConfig(
+        transports=(transport,),
+        shm={"path": daemon.shm_path},  # type: ignore[arg-type]
+        chunk_bytes=4096,
+        window=2,
+        keepalive_interval_s=1.0,
+        keepalive_timeout_s=0.5,
+        retry_s=2.0,
+        connect_timeout_s=2.0,
+    )
+
 
 FAULTS: dict[str, Fault] = {
     "cut": cut,
@@ -117,9 +129,11 @@ def check_error(outcome: Outcome) -> None:
         assert outcome.error.stage, outcome.error
 
 
-def put_through(daemon: RunningDaemon, direct: ht.Client, key: str, point: Point, fault: Fault) -> str:
+def put_through(
+    daemon: RunningDaemon, settings: ht.ClientConfig, direct: ht.Client, key: str, point: Point, fault: Fault
+) -> None:
     value = snapshot(seed=1)
-    with Proxy(daemon.address, framing=Http2) as proxy, ht.connect(proxy.address, config=CONFIG) as client:
+    with Proxy(daemon.address, framing=Http2) as proxy, ht.connect(proxy.address, config=settings) as client:
         fired = proxy.at(trigger(point), fault)
         outcome = attempt(lambda: client.put(key, value, timeout_s=BUDGET_S))
         assert fired.is_set()
@@ -134,13 +148,14 @@ def put_through(daemon: RunningDaemon, direct: ht.Client, key: str, point: Point
             with direct.get(key) as got:
                 assert_same_tokens(value, got)
         next_works(client, f"{key}/next", value)
-    return outcome.error.reason if outcome.error is not None else "OK"
 
 
-def get_through(daemon: RunningDaemon, direct: ht.Client, key: str, point: Point, fault: Fault) -> str:
+def get_through(
+    daemon: RunningDaemon, settings: ht.ClientConfig, direct: ht.Client, key: str, point: Point, fault: Fault
+) -> None:
     value = snapshot(seed=2)
     direct.put(key, value)
-    with Proxy(daemon.address, framing=Http2) as proxy, ht.connect(proxy.address, config=CONFIG) as client:
+    with Proxy(daemon.address, framing=Http2) as proxy, ht.connect(proxy.address, config=settings) as client:
         fired = proxy.at(trigger(point), fault)
         outcome = attempt(lambda: client.get(key, timeout_s=BUDGET_S))
         assert fired.is_set()
@@ -149,7 +164,6 @@ def get_through(daemon: RunningDaemon, direct: ht.Client, key: str, point: Point
             assert_same_tokens(value, outcome.value)
         next_works(client, f"{key}/next", value)
     eventually(lambda: direct.stat(key).info.reader_count == 0, 10, "nobody reads it any more")
-    return outcome.error.reason if outcome.error is not None else "OK"
 
 
 def trigger(point: Point) -> Trigger:
@@ -164,13 +178,17 @@ def next_works(client: ht.Client, key: str, value: ht.KVSnapshot) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_there_is_one_outcome(daemon: RunningDaemon, fault: str) -> None:
+    """Every point, each over one of the transports: all of them meet all transports between them."""
     cases = [(put_through, "put", at, point) for at, point in PUT.items()]
     cases += [(get_through, "get", at, point) for at, point in GET.items()]
+    first = list(FAULTS).index(fault)
     with ht.connect(daemon.address) as direct, ThreadPoolExecutor(len(cases)) as pool:
-        running = {
-            f"{fault} at {at} of {kind}": pool.submit(run, daemon, direct, f"{fault}/{kind}/{at}", point, FAULTS[fault])
-            for run, kind, at, point in cases
-        }
+        running = {}
+        for number, (run, kind, at, point) in enumerate(cases):
+            transport = TRANSPORTS[(first + number) % len(TRANSPORTS)]
+            settings, key = config(daemon, transport), f"{fault}/{kind}/{at}"
+            future = pool.submit(run, daemon, settings, direct, key, point, FAULTS[fault])
+            running[f"{fault} at {at} of {kind} over {transport}"] = future
         failed = [f"{name}: {error}" for name, future in running.items() if (error := future.exception())]
         assert not failed, "\n".join(failed)
         for info in direct.list():

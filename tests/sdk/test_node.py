@@ -18,6 +18,7 @@ import pytest
 import hurray_client as ht
 from hurray_client.call import Alarms, Call
 from hurray_client.config import load_config
+from hurray_client.node import Node
 from hurray_wire import errors
 from hurray_wire.image import Chunk
 from hurray_wire.payload import ScatterTarget, SnapshotSource
@@ -144,6 +145,47 @@ def test_a_mover_killed_in_the_middle_is_unavailable_and_comes_back(monkeypatch:
         assert time.monotonic() - began < 10
         with pytest.raises(ht.SnapshotLost):
             client.get("before")
+
+
+@pytest.mark.parametrize("kind", ["put", "get"])
+def test_a_lost_connection_that_the_session_has_not_seen_yet_is_no_error(
+    daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Nothing has moved without a connection: another attempt finds a new one, also after an offer and its Accept."""
+    seen = threading.Event()
+    settle, pause = Node.settle, Call.pause
+
+    def settle_late(self: Node, session: Any, state: Any, error: Any) -> None:
+        assert state.value != "lost" or seen.wait(10)
+        settle(self, session, state, error)
+
+    with ht.connect(daemon.address) as client:
+        client.put("k", make_snapshot())
+        mover = daemon.mover_pid
+        assert mover is not None
+
+        def pause_and_let_go(self: Call, seconds: float) -> None:
+            if not seen.is_set():
+                os.kill(mover, signal.SIGCONT)
+                seen.set()
+            pause(self, seconds)
+
+        monkeypatch.setattr(Node, "settle", settle_late)
+        monkeypatch.setattr(Call, "pause", pause_and_let_go)
+        os.kill(mover, signal.SIGSTOP)  # it must not tell the node, nor that one this client
+        try:
+            session = client._node._session
+            assert session is not None
+            session.plane.close_peer(session.peer, abort=True).result(10)
+            if kind == "put":
+                client.put("k", make_snapshot(), overwrite=True)
+            else:
+                client.get("k")
+        finally:
+            os.kill(mover, signal.SIGCONT)
+            seen.set()
+        assert seen.is_set()
+        client.delete("k")
 
 
 def test_a_stopped_daemon_costs_the_budget_and_says_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
