@@ -288,7 +288,7 @@ class DataPlane:
         self._submit(lambda: self._accept(number, transfer, transport, window))
 
     def announce(self, number: int, ready_tensors: int) -> None:
-        """The first `ready_tensors` tensors of a source may be sent."""
+        """The first `ready_tensors` tensors of a source may be sent; fewer than before changes nothing."""
         self._submit(lambda: self._announce(number, ready_tensors))
 
     def post(self, number: int, event: s.Event) -> None:
@@ -390,7 +390,7 @@ class DataPlane:
         if now >= transfer.deadline:
             transfer.deadline = float("inf")
             budget_s = transfer.order.budget_s
-            late = DeadlineExceeded("the budget of the transfer ran out", stage=machine.phase.value, budget_s=budget_s)
+            late = DeadlineExceeded("the budget of the transfer ran out", stage=machine.stage, budget_s=budget_s)
             self._feed(transfer, s.Failed(late))
             return transfer.drain_at
         if isinstance(machine, s.SourceSession) and machine.in_flight:

@@ -137,7 +137,7 @@ class ImagePlan:
         return max((run.first.nbytes for run in self.chunks.runs), default=0)
 
     def ready_chunk_count(self, ready_tensors: int) -> int:
-        """How many leading chunks can be sent once the first `ready_tensors` tensors are ready."""
+        """How many leading chunks can be sent once the first `ready_tensors` tensors are ready; below 0, none."""
         for run in self.chunks.runs:
             if run.first.last_tensor >= ready_tensors:
                 return run.first.index

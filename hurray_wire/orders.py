@@ -49,7 +49,7 @@ class SourceOrder:
     budget_s: float
     listener: Listener
     ready_tensors: int | None = None
-    """Tensors that may be sent at the start; None: all."""
+    """Tensors that may be sent at the start; None: all; below 0: not even the index."""
 
 
 @dataclass(frozen=True, slots=True)

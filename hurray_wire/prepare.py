@@ -36,11 +36,11 @@ from .validate import check_parameters, check_pool
 class PreparedTensor:
     """One tensor as it crosses the wire: the compact descriptor, and the parameters, compacted and neutralised.
 
-    `packed_pool` is the whole compact pool, only where pages are no whole bytes.
+    `packed_pool` is the whole compact pool, only where pages are no whole bytes. Both are there once they were copied.
     """
 
     descriptor: Descriptor
-    parameters: tuple[Bytes, ...]
+    parameters: tuple[Bytes, ...] = ()
     packed_pool: Bytes | None = None
 
 
@@ -51,11 +51,12 @@ class PreparedSnapshot:
     as uint8. Holds the snapshot: its pages are read by `fill` and `direct_run`, which raise Misuse once it is closed.
     """
 
-    def __init__(self, snapshot: KVSnapshot, compaction: Compaction, tensors: Sequence[PreparedTensor]) -> None:
+    def __init__(self, snapshot: KVSnapshot, compaction: Compaction, descriptors: Sequence[Descriptor]) -> None:
         """Use `prepare`."""
         self.snapshot = snapshot
         self.compaction = compaction
-        self.tensors = tuple(tensors)
+        self.tensors = tuple(PreparedTensor(descriptor) for descriptor in descriptors)
+        self._copied_count = 0
         self.structure = compaction.structure
         wire = self.tensors[0].descriptor.index_dtype
         self.block_table: Bytes = _aligned(self.structure.block_table.astype(wire))
@@ -73,9 +74,25 @@ class PreparedSnapshot:
     @property
     def nbytes(self) -> int:
         """Bytes that cross the wire: pools, parameters, and the index buffers once."""
-        pools = sum(tensor.descriptor.page_pool_bytes for tensor in self.tensors)
-        parameters = sum(array.nbytes for tensor in self.tensors for array in tensor.parameters)
-        return pools + parameters + self.block_table.nbytes + self.seq_ptr.nbytes
+        own = sum(sum(handle.byte_size for handle in tensor.descriptor.buffers) for tensor in self.tensors)
+        index = self.block_table.nbytes + self.seq_ptr.nbytes
+        return own - (len(self.tensors) - 1) * index
+
+    def copy_small(self, tensor_count: int) -> None:
+        """Copy, neutralise and validate what is not read page by page of the first `tensor_count` tensors: parameters,
+        and pools whose pages are no whole bytes. Their contents are final now. Raises InvalidContents (V11, V12).
+        """
+        tensors = list(self.tensors)
+        for number in range(self._copied_count, tensor_count):
+            tensor, descriptor = self.snapshot.tensors[number], tensors[number].descriptor
+            parameters = compact_parameters(tensor.descriptor, tensor.buffers, self.compaction)
+            buffers = (None, None, None, *parameters)
+            scrub_parameters(descriptor, buffers, self.compaction.live)
+            check_parameters(descriptor, buffers, self.compaction.live)
+            packed = _packed_pool(tensor, descriptor, self.compaction)
+            tensors[number] = PreparedTensor(descriptor, tuple(parameters), packed)
+        self.tensors = tuple(tensors)
+        self._copied_count = max(self._copied_count, tensor_count)
 
     def buffer(self, tensor_index: int, number: int) -> Bytes:
         """A whole buffer that is staged already, by the format's index: all but page pools of whole-byte pages."""
@@ -174,24 +191,26 @@ class PreparedSnapshot:
         clear_bits(target, max(dead_from, 0), 8 * target.size)
 
 
-def prepare(snapshot: KVSnapshot, *, device_tag: int = DEVICE_CPU, memory_class: int = 0) -> PreparedSnapshot:
+def prepare(
+    snapshot: KVSnapshot, *, device_tag: int = DEVICE_CPU, memory_class: int = 0, contents_final: bool = True
+) -> PreparedSnapshot:
     """Compact and neutralise a snapshot and validate what will be sent.
 
-    Parameters (and pools whose pages are no whole bytes) are copied now, pages when `fill` asks for them.
+    Parameters (and pools whose pages are no whole bytes) are copied now, pages when `fill` asks for them. Unless
+    `contents_final`, nothing but the structure is read yet: `copy_small` is due for each tensor before it is sent.
     `device_tag` and `memory_class` are declared for the buffers that will be sent.
 
     Raises InvalidContents (V11, V12) naming the entry.
     """
     compaction = compact(snapshot.structure)
-    tensors = []
-    for tensor in snapshot.tensors:
-        descriptor = compact_descriptor(tensor.descriptor, compaction, device_tag=device_tag, memory_class=memory_class)
-        parameters = compact_parameters(tensor.descriptor, tensor.buffers, compaction)
-        buffers = (None, None, None, *parameters)
-        scrub_parameters(descriptor, buffers, compaction.live)
-        check_parameters(descriptor, buffers, compaction.live)
-        tensors.append(PreparedTensor(descriptor, tuple(parameters), _packed_pool(tensor, descriptor, compaction)))
-    return PreparedSnapshot(snapshot, compaction, tensors)
+    descriptors = [
+        compact_descriptor(tensor.descriptor, compaction, device_tag=device_tag, memory_class=memory_class)
+        for tensor in snapshot.tensors
+    ]
+    prepared = PreparedSnapshot(snapshot, compaction, descriptors)
+    if contents_final:
+        prepared.copy_small(len(descriptors))
+    return prepared
 
 
 def _packed_pool(tensor: KVTensor, descriptor: Descriptor, compaction: Compaction) -> Bytes | None:

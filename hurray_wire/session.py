@@ -171,6 +171,12 @@ class SourceSession:
         """Public state."""
         return _state(self.phase is _S.OFFERED, self.phase is _S.ENDED, self.outcome)
 
+    @property
+    def stage(self) -> str:
+        """What errors name: the phase, or "announce" while all that was announced has been sent."""
+        waits = self.phase is _S.SENDING and not self.in_flight and self.sent_chunk_count == self.ready_chunk_count
+        return "announce" if waits else self.phase.value
+
     def handle(self, event: Event) -> list[Action]:
         """Feed one event; the actions to carry out, in order.
 
@@ -368,6 +374,11 @@ class TargetSession:
     def state(self) -> State:
         """Public state."""
         return _state(self.phase is _T.RESERVING, self.phase is _T.ENDED, self.outcome)
+
+    @property
+    def stage(self) -> str:
+        """What errors name."""
+        return self.phase.value
 
     def start(self) -> list[Action]:
         """The first action."""

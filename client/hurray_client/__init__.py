@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from hurray_client.aio import AsyncClient, aconnect
+from hurray_client.aio import AsyncClient, AsyncPutStream, aconnect
 from hurray_client.client import Client, connect
 from hurray_client.config import ClientConfig
 from hurray_client.info import ArenaInfo, Lease, NodeInfo, SnapshotInfo, SnapshotStat
 from hurray_client.plane import LocalDataPlane
 from hurray_client.progress import Progress
 from hurray_client.receipt import Receipt, StageTime
+from hurray_client.stream import PutStream
 from hurray_client.transfer import ReceivedSnapshot
 from hurray_wire.destination import Destination
 from hurray_wire.errors import (
@@ -51,6 +52,7 @@ __all__ = [
     "ArenaFull",
     "ArenaInfo",
     "AsyncClient",
+    "AsyncPutStream",
     "Cancelled",
     "CapabilityMismatch",
     "ChecksumMismatch",
@@ -84,6 +86,7 @@ __all__ = [
     "PermissionDenied",
     "Progress",
     "ProtocolViolation",
+    "PutStream",
     "Quantized",
     "Receipt",
     "ReceivedSnapshot",

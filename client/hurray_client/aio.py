@@ -15,6 +15,7 @@ from hurray_client.info import Lease, NodeInfo, SnapshotInfo, SnapshotStat
 from hurray_client.plane import LocalDataPlane
 from hurray_client.progress import OnProgress, Progress
 from hurray_client.receipt import Receipt
+from hurray_client.stream import PutStream
 from hurray_client.transfer import ReceivedSnapshot
 from hurray_wire.errors import Misuse
 from hurray_wire.paged import BlockTables
@@ -78,6 +79,39 @@ class AsyncClient:
                 on_progress=report,
             ),
             call,
+        )
+
+    def put_stream(
+        self,
+        key: str,
+        snapshot: KVSnapshot,
+        *,
+        lease_s: float | None = None,
+        overwrite: bool = False,
+        request_id: str | None = None,
+        timeout_s: float = 60.0,
+        checksum: ChecksumName = "xxh3_64",
+        annotations: Mapping[str, str] | None = None,
+        require_transport: str | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> AsyncPutStream:
+        """See Client.put_stream: `async with ... as stream`, and `await stream.ready(layer)`. Threads of its own, which
+        do not count as calls of this client."""
+        call, report = Call(timeout_s), _in_loop(on_progress)
+        return AsyncPutStream(
+            call,
+            lambda: self.client.make_stream(
+                call,
+                key,
+                snapshot,
+                lease_s=lease_s,
+                overwrite=overwrite,
+                request_id=request_id,
+                checksum=checksum,
+                annotations=annotations,
+                require_transport=require_transport,
+                on_progress=report,
+            ),
         )
 
     async def get(
@@ -173,6 +207,74 @@ class AsyncClient:
             if running.done() and not running.cancelled():
                 running.exception()  # seen, so that asyncio does not report it
             raise
+
+
+class AsyncPutStream:
+    """See AsyncClient.put_stream. An async context manager, for one task at a time."""
+
+    def __init__(self, call: Call, make: Callable[[], PutStream]) -> None:
+        self._call = call
+        self._make = make
+        self._stream: PutStream | None = None
+        self._is_used = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hurray-aio-stream")
+
+    @property
+    def receipt(self) -> Receipt:
+        """See PutStream.receipt."""
+        return self._opened().receipt
+
+    async def ready(self, layer: int | None) -> None:
+        """See PutStream.ready."""
+        stream = self._opened()
+        await self._run(lambda: stream.ready(layer))
+
+    async def __aenter__(self) -> Self:
+        if self._is_used:
+            raise Misuse("a stream is used once")
+        self._is_used = True
+        try:
+            await self._run(self._enter)
+        except BaseException as error:
+            await self._end(error)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._end(error)
+
+    def _opened(self) -> PutStream:
+        if self._stream is None:
+            raise Misuse("the stream is not open: tensors are announced inside its async with block")
+        return self._stream
+
+    def _enter(self) -> None:
+        self._stream = self._make().__enter__()
+
+    async def _end(self, error: BaseException | None) -> None:
+        stream = self._stream
+        try:
+            if stream is not None:
+                await self._run(lambda: stream.__exit__(None if error is None else type(error), error, None))
+        finally:
+            self._thread.shutdown(wait=False)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        """Run `work` in the thread, and to its end: a cancellation of the task cancels the put, and is raised then."""
+        running = asyncio.wrap_future(self._thread.submit(work))
+        cancelled = None
+        while not running.done():
+            try:
+                await asyncio.wait([running])
+            except asyncio.CancelledError as error:
+                self._call.cancel()
+                cancelled = error
+        if cancelled is not None:
+            running.exception()  # seen, so that asyncio does not report it
+            raise cancelled
+        return running.result()
 
 
 def _in_loop(on_progress: OnProgress | None) -> OnProgress | None:

@@ -14,10 +14,11 @@ from typing import Any, Final, Literal, Self
 from hurray_client.call import Call
 from hurray_client.config import ClientConfig, load_config, with_transports
 from hurray_client.info import Lease, NodeInfo, SnapshotInfo, SnapshotStat
-from hurray_client.node import Node, retrying
+from hurray_client.node import Node, TryAgain, is_passing, retrying
 from hurray_client.plane import LocalDataPlane
 from hurray_client.progress import OnProgress
 from hurray_client.receipt import Receipt, read_time
+from hurray_client.stream import PutStream, ReadyTensors
 from hurray_client.transfer import (
     GetOrder,
     PutOrder,
@@ -29,7 +30,7 @@ from hurray_client.transfer import (
 )
 from hurray_wire.checksum import NONE, XXH3_64
 from hurray_wire.destination import Destination
-from hurray_wire.errors import InvalidRequest, Misuse
+from hurray_wire.errors import HurrayError, InvalidRequest, Misuse, OutcomeUnknown
 from hurray_wire.messages import check_annotations, check_key
 from hurray_wire.paged import BlockTables, CacheKey
 from hurray_wire.prepare import prepare
@@ -133,6 +134,51 @@ class Client:
             on_progress=on_progress,
         )
 
+    def put_stream(
+        self,
+        key: str,
+        snapshot: KVSnapshot,
+        *,
+        lease_s: float | None = None,
+        overwrite: bool = False,
+        request_id: str | None = None,
+        timeout_s: float = 60.0,
+        checksum: ChecksumName = "xxh3_64",
+        annotations: Mapping[str, str] | None = None,
+        require_transport: str | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> PutStream:
+        """A `put` that begins before the pages are written, and sends each layer once it is announced:
+
+            with client.put_stream("req/42", snapshot) as stream:
+                for layer in range(num_layers):
+                    run(layer)
+                    stream.ready(layer)
+            receipt = stream.receipt
+
+        Pages, scales and zero points of a layer are not read before it is announced, and must not be written from then
+        on until the block is left. Leaving it announces the rest and waits for the receipt; not before that can the
+        snapshot be committed, and an exception inside the block cancels it. The node reserves memory at the beginning.
+
+        Arguments and errors are those of `put`. One budget covers all, what the block itself takes included; while
+        nothing is left to send its stage is "announce". What goes wrong is raised by the next `ready`, or where the
+        block is left. As announced pages stay as they are, a put that breaks off is tried again from the start
+        whenever it does.
+        """
+        call = Call(timeout_s)
+        return self.make_stream(
+            call,
+            key,
+            snapshot,
+            lease_s=lease_s,
+            overwrite=overwrite,
+            request_id=request_id,
+            checksum=checksum,
+            annotations=annotations,
+            require_transport=require_transport,
+            on_progress=on_progress,
+        )
+
     def get(
         self,
         key: str,
@@ -172,31 +218,31 @@ class Client:
             on_progress=on_progress,
         )
 
-    def run_put(
-        self,
-        call: Call,
-        key: str,
-        snapshot: KVSnapshot,
-        *,
-        request_id: str | None,
-        checksum: ChecksumName,
-        annotations: Mapping[str, str] | None,
-        **options: Any,
-    ) -> Receipt:
+    def run_put(self, call: Call, key: str, snapshot: KVSnapshot, **options: Any) -> Receipt:
         """`put` as part of a call that somebody else may cancel."""
-        if checksum not in _HASHES:
-            raise InvalidRequest("unknown checksum", field="checksum", offered=checksum, required=" or ".join(_HASHES))
-        check_annotations(annotations or {})
         with self._running(call):
-            order = PutOrder(
-                key,
-                prepare(snapshot),
-                request_id or str(uuid.uuid4()),
-                _HASHES[checksum],
-                annotations=dict(annotations or {}),
-                **options,
-            )
+            order = _put_order(key, snapshot, None, **options)
             return retrying(call, self._config.retry_s, lambda: put_once(self._node, call, order))
+
+    def make_stream(self, call: Call, key: str, snapshot: KVSnapshot, **options: Any) -> PutStream:
+        """`put_stream` as part of a call that somebody else may cancel."""
+        self._check_open()
+        ready = ReadyTensors()
+        order = _put_order(key, snapshot, ready, **options)
+
+        def attempt() -> Receipt:
+            try:
+                return put_once(self._node, call, order)
+            except HurrayError as error:
+                if is_passing(error) and not isinstance(error, OutcomeUnknown):
+                    raise TryAgain(error) from None
+                raise
+
+        def put() -> Receipt:
+            with self._running(call):
+                return retrying(call, self._config.retry_s, attempt)
+
+        return PutStream(call, order.prepared, ready, put)
 
     def run_get(
         self, call: Call, key: str, *, into: Into | None, block_tables: BlockTables | None, **options: Any
@@ -298,13 +344,16 @@ class Client:
             retrying(call, retry_s, lambda: node.check(call))
             return retrying(call, retry_s if again else 0.0, lambda: node.unary(call, stage, method, request))
 
-    @contextmanager
-    def _running(self, call: Call) -> Iterator[None]:
+    def _check_open(self) -> None:
         if self._pid != os.getpid():
             raise Misuse("the client was made in another process: make one after the fork")
+        if self._closed:
+            raise Misuse("the client is closed")
+
+    @contextmanager
+    def _running(self, call: Call) -> Iterator[None]:
         with self._changed:
-            if self._closed:
-                raise Misuse("the client is closed")
+            self._check_open()
             self._calls.add(call)
         try:
             yield
@@ -312,6 +361,31 @@ class Client:
             with self._changed:
                 self._calls.discard(call)
                 self._changed.notify_all()
+
+
+def _put_order(
+    key: str,
+    snapshot: KVSnapshot,
+    ready: ReadyTensors | None,
+    *,
+    request_id: str | None,
+    checksum: ChecksumName,
+    annotations: Mapping[str, str] | None,
+    **options: Any,
+) -> PutOrder:
+    """`ready`: tensors become final one after the other."""
+    if checksum not in _HASHES:
+        raise InvalidRequest("unknown checksum", field="checksum", offered=checksum, required=" or ".join(_HASHES))
+    check_annotations(annotations or {})
+    return PutOrder(
+        key,
+        prepare(snapshot, contents_final=ready is None),
+        request_id or str(uuid.uuid4()),
+        _HASHES[checksum],
+        annotations=dict(annotations or {}),
+        ready=ready,
+        **options,
+    )
 
 
 def _destination(into: Into | None, block_tables: BlockTables | None) -> Destination | None:

@@ -153,9 +153,7 @@ class Session:
         except TimeoutError:
             error = PeerUnavailable("the data plane did not connect in time", stage="connect", peer=self._node.target)
         except Exception:
-            log_id = uuid.uuid4().hex[:12]
-            _log.exception("internal error", log_id=log_id, node=self._node.target)
-            error = InternalError("a fault of this program; its log has the cause", log_id=log_id, stage="connect")
+            error = self._fault()
         self._outbound.put(None)
         if not self._said_bye:
             self._abort()
@@ -165,6 +163,14 @@ class Session:
             self.plane.close_peer(self.peer, abort=not self._said_bye)
         self.is_passing &= error.code == "UNAVAILABLE" and not isinstance(error, NodeDraining)
         self._node.settle(self, _State.LOST, error)
+
+    def _fault(self) -> HurrayError:
+        """What no status explains: the channel was closed meanwhile, or a fault of ours."""
+        if self._node.closed:
+            return Misuse("the client is closed")
+        log_id = uuid.uuid4().hex[:12]
+        _log.exception("internal error", log_id=log_id, node=self._node.target)
+        return InternalError("a fault of this program; its log has the cause", log_id=log_id, stage="connect")
 
     def _open(self) -> None:
         node, timeout_s = self._node, self._node.config.connect_timeout_s

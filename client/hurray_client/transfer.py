@@ -26,6 +26,7 @@ from hurray_client.call import Alarm, Call
 from hurray_client.node import GRACE_S, Node, Session, TryAgain, has_details, is_passing, rpc_error
 from hurray_client.progress import Counted, OnProgress, Reporter
 from hurray_client.receipt import Receipt
+from hurray_client.stream import NOTHING_READY, ReadyTensors
 from hurray_wire import session as s
 from hurray_wire.checksum import Hash
 from hurray_wire.dataplane import DataPlane
@@ -124,6 +125,8 @@ class PutOrder:
     annotations: dict[str, str] = field(default_factory=dict)
     require_transport: str | None = None
     on_progress: OnProgress | None = None
+    ready: ReadyTensors | None = None
+    """Tensors that are final; None: all."""
 
     def __post_init__(self) -> None:
         check_key(self.key)
@@ -431,9 +434,12 @@ def put_once(node: Node, call: Call, order: PutOrder) -> Receipt:
         offer = order.offer(plan, session.plane.incarnation, [transport])
         budget_s = call.left_s("offer")
         exchange.tell(pb.PutRequest(source=pb.SourceMessage(offer=offer)))
-        exchange.plane.begin_source(
-            exchange.number, SourceOrder(session.peer, payload, order.hash, budget_s, exchange.listener(encode))
-        )
+        begin = SourceOrder(session.peer, payload, order.hash, budget_s, exchange.listener(encode))
+        if order.ready is None:
+            exchange.plane.begin_source(exchange.number, begin)
+        else:
+            exchange.plane.begin_source(exchange.number, replace(begin, ready_tensors=NOTHING_READY))
+            order.ready.follow(exchange.plane, exchange.number, plan)
         ended = exchange.run(call, lambda: exchange.open(node.stub.Put, budget_s, take))
         _raise_if_failed(exchange, ended)
     return Receipt.from_proto(ended.receipt)

@@ -300,6 +300,17 @@ def test_tensors_are_sent_as_they_are_announced(world: World) -> None:
     assert np.array_equal(target.image, image.data)
 
 
+def test_a_source_that_waits_for_announcements_is_no_stall(world: World) -> None:
+    """The budget, longer than a stall may be, is what ends it; the announcement would have come too late."""
+    transfer, _, memory = world.send(make_image(layers=4, chunk_bytes=8192), ready_tensors=1, budget_s=0.8)
+    source, _ = transfer.result()
+    assert isinstance(source.error, DeadlineExceeded)
+    assert source.error.stage == "announce"
+    world.pair.source.announce(transfer.source_number, 2)
+    assert memory.calls[-1] == "free"
+    world.must_work()
+
+
 def test_stopping_ends_what_runs(world: World) -> None:
     world.target_faults.hold(count=None)
     transfer, _, memory = world.send(make_image())

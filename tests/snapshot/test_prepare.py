@@ -80,6 +80,27 @@ def test_dequantized_tokens_arrive_and_parameters_of_dead_slots_are_neutral(
                         assert array[entry] == (1 if item.kind == "scale" else 0)
 
 
+@given(snapshots())
+def test_contents_that_are_not_final_are_read_when_they_are(made: tuple[KVSnapshot, list[Tensor]]) -> None:
+    snapshot, _ = made
+    arrays = [array for tensor in snapshot.tensors for array in (tensor.page_pool, *tensor.parameters)]
+    wanted, final = received(prepare(snapshot)), [array.copy() for array in arrays]
+    for array in arrays:
+        array.view(np.uint8)[...] = POISON
+
+    prepared = prepare(snapshot, contents_final=False)
+    sizes = [tensor.descriptor for tensor in prepared.tensors], prepared.nbytes
+    for array, contents in zip(arrays, final, strict=True):
+        array[...] = contents
+    for count in range(len(prepared.tensors) + 1):
+        prepared.copy_small(count)
+
+    assert sizes == ([tensor.descriptor for tensor in prepare(snapshot).tensors], prepare(snapshot).nbytes)
+    for ours, theirs in zip(received(prepared).tensors, wanted.tensors, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(ours.buffers[:1], theirs.buffers[:1], strict=True))
+        assert all(np.array_equal(a, b) for a, b in zip(ours.parameters, theirs.parameters, strict=True))
+
+
 @given(snapshots(), st.data())
 def test_any_byte_range_is_a_piece_of_the_whole(made: tuple[KVSnapshot, list[Tensor]], data: st.DataObject) -> None:
     prepared = prepare(made[0])
