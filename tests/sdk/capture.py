@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import socket
 import struct
@@ -12,6 +13,7 @@ _ETH_P_ALL = 0x0003
 _PACKET_OUTGOING = 4
 _SOL_PACKET, _PACKET_STATISTICS = 263, 6
 _SO_RCVBUFFORCE = 33
+_SO_ATTACH_FILTER = 26
 _ETHERNET_BYTES = 14
 
 
@@ -26,6 +28,7 @@ class Capture:
         self._segments: dict[tuple[int, int], list[tuple[int, bytes]]] = defaultdict(list)
         self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ETH_P_ALL))
         self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 256 << 20)
+        _attach_filter(self._socket, ports)
         self._socket.bind(("lo", 0))
         self._socket.settimeout(0.05)
         self._ended = threading.Event()
@@ -73,6 +76,29 @@ class Capture:
         payload = tcp[(tcp[12] >> 4) * 4 :]
         if payload and (source in self._ports or target in self._ports):
             self._segments[source, target].append((sequence, payload))
+
+
+def _attach_filter(capture: socket.socket, ports: range) -> None:
+    """Let the kernel drop what is not of these ports: others may use the device, too, and much more of it."""
+    load_half, load_byte, load_half_indexed, load_header_bytes = 0x28, 0x30, 0x48, 0xB1
+    equal, greater, at_least, give = 0x15, 0x25, 0x35, 0x06
+    code = [  # operation, instructions to skip if so, if not, value
+        (load_half, 0, 0, 12),  # the Ethernet type
+        (equal, 0, 10, 0x0800),
+        (load_byte, 0, 0, 23),  # the IP protocol
+        (equal, 0, 8, socket.IPPROTO_TCP),
+        (load_header_bytes, 0, 0, _ETHERNET_BYTES),
+        (load_half_indexed, 0, 0, _ETHERNET_BYTES),  # source
+        (at_least, 0, 1, ports[0]),
+        (greater, 0, 3, ports[-1]),
+        (load_half_indexed, 0, 0, _ETHERNET_BYTES + 2),  # target
+        (at_least, 0, 2, ports[0]),
+        (greater, 1, 0, ports[-1]),
+        (give, 0, 0, 0xFFFFFFFF),
+        (give, 0, 0, 0),
+    ]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
+    capture.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(code), ctypes.addressof(program)))
 
 
 def _joined(segments: list[tuple[int, bytes]]) -> bytes:

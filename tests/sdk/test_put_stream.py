@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import hurray_client as ht
+from hurray_client.stream import ReadyTensors
 from hurray_wire.transport.ucx import UcxConfig
 from sdk.capture import Capture
 from sdk.proxy import Proxy
@@ -261,14 +262,35 @@ def put_through(
     return caches, stream
 
 
-def test_a_stream_that_breaks_is_begun_anew(daemon: RunningDaemon, client: ht.Client) -> None:
+@pytest.fixture
+def attempts(monkeypatch: pytest.MonkeyPatch) -> list[ReadyTensors]:
+    """Grows with every attempt that begins."""
+    begun: list[ReadyTensors] = []
+    follow = ReadyTensors.follow
+
+    def followed(self: ReadyTensors, *arguments: Any) -> None:
+        begun.append(self)
+        follow(self, *arguments)
+
+    monkeypatch.setattr(ReadyTensors, "follow", followed)
+    return begun
+
+
+def test_a_stream_that_breaks_is_begun_anew(
+    daemon: RunningDaemon, client: ht.Client, attempts: list[ReadyTensors]
+) -> None:
     with Proxy(daemon.address) as proxy, ht.connect(proxy.address, config=SMALL_CHUNKS) as other:
-        caches, stream = put_through(other, "cut", proxy.cut)
+
+        def cut() -> None:
+            proxy.cut()
+            eventually(lambda: len(attempts) == 2, 10, "another attempt")
+
+        caches, stream = put_through(other, "cut", cut)
     assert stream.receipt.generation == client.stat("cut").info.generation
     assert_same_tokens(snapshot_of(caches), client.get("cut"))
 
 
-def test_another_node_in_its_place_gets_all_of_it() -> None:
+def test_another_node_in_its_place_gets_all_of_it(attempts: list[ReadyTensors]) -> None:
     listen = f'listen = "127.0.0.1:{free_port()}"'
     with running_daemon(listen) as first, ht.connect(first.address, config=SMALL_CHUNKS) as client:
         with pytest.raises(ht.KeyNotFound):
@@ -278,6 +300,7 @@ def test_another_node_in_its_place_gets_all_of_it() -> None:
         def replace() -> None:
             first.kill()
             successor.__enter__()
+            eventually(lambda: len(attempts) > 1, 10, "another attempt")
 
         try:
             caches, _ = put_through(client, "moved", replace)
@@ -359,7 +382,7 @@ def test_a_cancelled_task_leaves_no_trace(
         reached = asyncio.Event()
 
         async def put(node: ht.AsyncClient) -> None:
-            async with node.put_stream(key, snapshot_of(poisoned())) as stream:
+            async with node.put_stream(key, snapshot_of(poisoned()), timeout_s=600) as stream:
                 await stream.ready(0)
                 reached.set()
                 if inside:
