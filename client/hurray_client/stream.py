@@ -60,9 +60,7 @@ class ReadyTensors:
 class PutStream:
     """See Client.put_stream. A context manager, for one thread at a time."""
 
-    def __init__(
-        self, call: Call, prepared: PreparedSnapshot, ready: ReadyTensors, put: Callable[[], Receipt]
-    ) -> None:
+    def __init__(self, call: Call, prepared: PreparedSnapshot, ready: ReadyTensors, put: Callable[[], Receipt]) -> None:
         """`prepared`: its contents not copied yet. `put` runs the put that follows `ready`, in a thread."""
         self.call: Final = call
         self._prepared = prepared

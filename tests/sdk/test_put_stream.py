@@ -16,10 +16,10 @@ import hurray_client as ht
 from hurray_client.stream import ReadyTensors
 from hurray_wire.transport.ucx import UcxConfig
 from sdk.capture import Capture
-from sdk.proxy import Proxy
 from sdk.snapshots import Caches, assert_same_tokens, make_caches, make_snapshot
 from sdk.test_node import free_port
 from support.daemon import RunningDaemon, eventually, running_daemon
+from support.proxy import Proxy, cut
 
 LAYERS, PAGES = 4, 32
 TABLES, COUNTS = [list(range(PAGES))], [16 * PAGES - 3]
@@ -281,11 +281,11 @@ def test_a_stream_that_breaks_is_begun_anew(
 ) -> None:
     with Proxy(daemon.address) as proxy, ht.connect(proxy.address, config=SMALL_CHUNKS) as other:
 
-        def cut() -> None:
-            proxy.cut()
+        def break_it() -> None:
+            proxy.do(cut)
             eventually(lambda: len(attempts) == 2, 10, "another attempt")
 
-        caches, stream = put_through(other, "cut", cut)
+        caches, stream = put_through(other, "cut", break_it)
     assert stream.receipt.generation == client.stat("cut").info.generation
     assert_same_tokens(snapshot_of(caches), client.get("cut"))
 
