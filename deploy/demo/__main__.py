@@ -111,9 +111,9 @@ def refuse(report: Report, a: ht.Client, b: ht.Client) -> None:
     report.check(untouched, "the pages they would have gone to are untouched")
 
 
-def lying_prepare(snapshot: ht.KVSnapshot) -> PreparedSnapshot:
+def lying_prepare(snapshot: ht.KVSnapshot, *, contents_final: bool) -> PreparedSnapshot:
     """What a source sends whose memory went bad after its own checks."""
-    prepared = prepare(snapshot)
+    prepared = prepare(snapshot, contents_final=contents_final)
     prepared.block_table.view(np.uint32)[1] = POISON
     return prepared
 
