@@ -28,13 +28,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Final
 
+from hurray_wire.credentials import Credentials
 from hurray_wire.errors import CapabilityMismatch, DataPlaneUnavailable, HurrayError, Misuse, ProtocolViolation
 from hurray_wire.log import get_logger
 from hurray_wire.transport._socket_channel import Channel, PlainChannel, TlsChannel
 from hurray_wire.transport._socket_endpoint import Flow, SocketEndpoint
 from hurray_wire.transport._socket_frames import FRAMES_VERSION
 from hurray_wire.transport._socket_handshake import TOKEN_BYTES, accept, dial, new_token, refused, token_id
-from hurray_wire.transport._tls_credentials import Credentials, CredentialsReader, identity_of
+from hurray_wire.transport._tls_credentials import identity_of, watch_contexts
 from hurray_wire.transport.base import Transport, TransportParameters
 from hurray_wire.transport.settings import check_settings
 
@@ -471,7 +472,7 @@ class TlsTransport(_SocketTransport):
     kind: ClassVar[str] = "tls"
 
     def __init__(self, config: SocketConfig, credentials: Credentials) -> None:
-        self._credentials = CredentialsReader(credentials)
+        self._credentials = watch_contexts(credentials)
         super().__init__(config)
 
     def _wrap(self, connection: socket.socket, *, accepts: bool) -> Channel:

@@ -1,62 +1,64 @@
-"""Authorities and certificates for tests, made anew for each."""
+"""Authorities and certificates for tests, made anew for each, by the code of `hurrayctl certs`."""
 
 from __future__ import annotations
 
-import datetime
+from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+import hurray_client.certs
+from hurray_client.certs import Issued, write_files
+from hurray_wire.credentials import Credentials
 
-from hurray_wire.transport.tls import Credentials
-
-DAY = datetime.timedelta(days=1)
+DAY = timedelta(days=1)
 
 
 class Authority:
     """A certificate authority that writes what it issues to `folder`."""
 
     def __init__(self, folder: Path, name: str = "authority") -> None:
+        self.path = folder / f"{name}.pem"
         self._folder = folder
-        self._key = ec.generate_private_key(ec.SECP256R1())
-        self._name = _name(name)
-        self._path = folder / f"{name}.pem"
-        now = datetime.datetime.now(datetime.UTC)
-        certificate = (
-            x509.CertificateBuilder(self._name, self._name, self._key.public_key(), x509.random_serial_number())
-            .not_valid_before(now - DAY)
-            .not_valid_after(now + DAY)
-            .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-            .sign(self._key, hashes.SHA256())
-        )
-        self._path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+        self._authority = hurray_client.certs.Authority.new(name, 7 * DAY)
+        self.path.write_bytes(self._authority.certificate)
 
     def issue(
-        self, name: str, *, spiffe: str | None = None, expired: bool = False, trusts: Authority | None = None
+        self,
+        name: str,
+        *,
+        spiffe: str | None = None,
+        uris: Sequence[str] = (),
+        expired: bool = False,
+        trusts: Authority | None = None,
+        common_name: str | None = "",
+        **options: Any,
     ) -> Credentials:
-        """Credentials of `name`, which accept what `trusts` (by default this authority) issued."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        now = datetime.datetime.now(datetime.UTC)
-        builder = (
-            x509.CertificateBuilder(self._name, _name(name), key.public_key(), x509.random_serial_number())
-            .not_valid_before(now - 2 * DAY)
-            .not_valid_after(now + (-DAY if expired else DAY))
+        """Credentials of `name` (its common name, unless one is given), which accept what `trusts` (by default this
+        authority) issued."""
+        issued = self._authority.issue(
+            name if common_name == "" else common_name,
+            valid=-DAY if expired else DAY,
+            since=2 * DAY,
+            uris=[spiffe] if spiffe is not None else uris,
+            **options,
         )
-        if spiffe is not None:
-            alternative = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(spiffe)])
-            builder = builder.add_extension(alternative, critical=False)
-        certificate = builder.sign(self._key, hashes.SHA256())
-        certificate_path, key_path = self._folder / f"{name}.pem", self._folder / f"{name}.key"
-        certificate_path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-        key_path.write_bytes(
-            key.private_bytes(
-                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-            )
-        )
-        return Credentials(certificate_path, key_path, (trusts or self)._path)
+        return self.write(name, issued, trusts)
 
+    def tenant(self, name: str, **options: Any) -> Credentials:
+        """Of a tenant, as hurrayctl makes them."""
+        return self.write(f"tenant-{name}", self._authority.issue_tenant(name, DAY), **options)
 
-def _name(common_name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+    def node(self, name: str, hosts: Sequence[str] = ("localhost", "127.0.0.1")) -> Credentials:
+        """Of a node, as hurrayctl makes them."""
+        return self.write(f"node-{name}", self._authority.issue_node(name, hosts, DAY))
+
+    def data(self, name: str) -> Credentials:
+        """Of a node's data plane, as hurrayctl makes them."""
+        return self.write(f"data-{name}", self._authority.issue_data(name, DAY))
+
+    def write(self, stem: str, issued: Issued, trusts: Authority | None = None) -> Credentials:
+        """Into files, in place of those that are there."""
+        found = Credentials(self._folder / f"{stem}.pem", self._folder / f"{stem}.key", (trusts or self).path)
+        write_files({found.certificate: issued.certificate, found.key: issued.key}, force=True)
+        return found

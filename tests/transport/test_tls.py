@@ -80,7 +80,7 @@ def make(request, credentials):
         made.append(TcpTransport(config) if request.param == "tcp" else TlsTransport(config, credentials))
         return made[-1]
 
-    make.arguments = [] if request.param == "tcp" else [credentials.certificate, credentials.key, credentials.authority]
+    make.arguments = [] if request.param == "tcp" else [credentials.certificate, credentials.key, credentials.ca]
     yield make
     for transport in made:
         transport.close()

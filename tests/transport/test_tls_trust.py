@@ -200,7 +200,7 @@ def test_a_relay_between_two_tls_connections_is_refused(authority, node, engine)
     server, client = (ssl.SSLContext(p) for p in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT))
     for context in (server, client):
         context.check_hostname = False
-        context.load_verify_locations(middle.authority)
+        context.load_verify_locations(middle.ca)
         context.load_cert_chain(middle.certificate, middle.key)
     with (
         closing(TlsTransport(LISTENS, node)) as a,
@@ -282,7 +282,7 @@ def test_only_tls_1_3_with_a_certificate_is_spoken(node, engine, version, shown)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.maximum_version = version
-    context.load_verify_locations(engine.authority)
+    context.load_verify_locations(engine.ca)
     if shown:
         context.load_cert_chain(engine.certificate, engine.key)
     with closing(TlsTransport(LISTENS, node)) as a:
@@ -353,7 +353,7 @@ def test_a_required_identity_is_never_found_in_plain_mode():
 
 def test_changed_credentials_serve_the_next_connection(tmp_path, node, engine):
     authority = Authority(tmp_path)
-    names = ("certificate", "key", "authority")
+    names = ("certificate", "key", "ca")
 
     def install(credentials):
         for name in names:
@@ -379,7 +379,7 @@ def test_changed_credentials_serve_the_next_connection(tmp_path, node, engine):
         exchange(pair, tag=7)
 
 
-@pytest.mark.parametrize("name", ["certificate", "key", "authority"])
+@pytest.mark.parametrize("name", ["certificate", "key", "ca"])
 @pytest.mark.parametrize("content", [None, b"", b"nonsense", b"-----BEGIN CERTIFICATE-----\nAAAA\n"])
 def test_credentials_that_cannot_be_used_are_refused_at_the_start(tmp_path, node, name, content):
     path = tmp_path / "bad.pem"

@@ -1,4 +1,4 @@
-"""hurrayctl: put, get, ls, stat, rm, renew, node, drain, inspect, conformance."""
+"""hurrayctl: put, get, ls, stat, rm, renew, node, drain, inspect, conformance, bench, certs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hurray_client import conformance as conformance_run
 from hurray_client import inspect as inspection
 from hurray_client.cli import output
 from hurray_client.cli.bench import bench
+from hurray_client.cli.certs import certs
 from hurray_client.cli.options import (
     DEFAULT_TARGET,
     DEFAULT_TIMEOUT_S,
@@ -263,6 +264,9 @@ def conformance(
 
 
 app.command(epilog="Example: hurrayctl bench --quick --workload paged --json")(bench)
+app.command(epilog="Example: hurrayctl certs pki --node decode-3=decode-3,10.0.0.3 --tenant prefill --tenant decode")(
+    certs
+)
 
 
 def main() -> None:
