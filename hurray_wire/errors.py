@@ -203,6 +203,12 @@ class LimitExceeded(HurrayError):
     code, reason = "RESOURCE_EXHAUSTED", "LIMIT_EXCEEDED"
 
 
+class QuotaExceeded(HurrayError):
+    """The tenant would have more than it may on this node. Details: field, offered, allowed."""
+
+    code, reason = "RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED"
+
+
 # --- the transfer did not happen, for reasons outside the snapshot ----------------------------------------------
 
 

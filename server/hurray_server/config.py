@@ -10,6 +10,7 @@ import ipaddress
 import json
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,7 +24,11 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from hurray_server.grants import Grant, Right
 from hurray_server.mover_config import TransportsConfig
+from hurray_server.principal import TenantNames
+from hurray_server.quotas import Quota
+from hurray_wire.credentials import NAME, TENANT_URI, Credentials
 from hurray_wire.errors import InvalidRequest, Misuse
 from hurray_wire.image import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, align
 from hurray_wire.limits import MAX_WINDOW, PAGE_BYTES, Limits
@@ -129,6 +134,84 @@ class LogConfig(_Section):
     format: Literal["json", "text"] = "json"
 
 
+class TlsFiles(_Section):
+    """A certificate of this node, PEM, then the ones between it and the authority; and its key, not encrypted."""
+
+    certificate: Path
+    key: Path
+
+
+class TlsConfig(TlsFiles):
+    """Who this node is and whose certificates it takes. Files are read again after they change."""
+
+    ca: Path
+    """The authorities that callers' certificates must come from, PEM."""
+    tenants: str = TENANT_URI
+    """SPIFFE URI of tenants, with {tenant} where the name is. Without a SPIFFE URI the common name is the tenant."""
+    data: TlsFiles | None = None
+    """What the data plane shows, whose process holds this key and not the other; None: the same."""
+
+    @field_validator("tenants")
+    @classmethod
+    def _check_tenants(cls, value: str) -> str:
+        TenantNames(value)
+        return value
+
+    @property
+    def credentials(self) -> Credentials:
+        """Of the control plane."""
+        return Credentials(self.certificate, self.key, self.ca)
+
+    @property
+    def data_credentials(self) -> Credentials:
+        """Of the data plane."""
+        own = self.data or self
+        return Credentials(own.certificate, own.key, self.ca)
+
+
+TenantName = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
+
+
+class GrantConfig(_Section):
+    """What a tenant may do beyond what is its own."""
+
+    tenant: TenantName
+    prefix: str | None = None
+    """With all keys that begin with this: "" or whole parts of a key, as in "a/shared/". None: for admin alone."""
+    may: tuple[Literal["put", "get", "list", "delete", "admin"], ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check_prefix(self) -> GrantConfig:
+        if self.prefix is None:
+            if set(self.may) != {"admin"}:
+                raise ValueError("prefix is missing: only admin goes without")
+        elif self.prefix and not self.prefix.endswith("/"):
+            raise ValueError(f'prefix is "{self.prefix}": it must end with "/", or others that begin so would match')
+        return self
+
+    @property
+    def grant(self) -> Grant:
+        """As it is asked for."""
+        return Grant(self.tenant, self.prefix or "", frozenset(Right(name) for name in self.may))
+
+
+class QuotaConfig(_Section):
+    """How much one tenant may have; what is not given is as in `quotas.default`, and without bound there."""
+
+    bytes: ByteSize | None = Field(default=None, ge=0)
+    """Memory of its snapshots."""
+    snapshots: int | None = Field(default=None, ge=0)
+    transfers: int | None = Field(default=None, ge=0)
+    """Puts and gets at a time, those that wait for a key included."""
+
+
+class AuditConfig(_Section):
+    """Who did what: one JSON object a line."""
+
+    path: Path | None = None
+    """The file; None: standard error."""
+
+
 class Config(BaseSettings):
     """Everything that hurrayd can be told."""
 
@@ -163,6 +246,12 @@ class Config(BaseSettings):
     limits: LimitsConfig = LimitsConfig()
     transfers: TransferConfig = TransferConfig()
     log: LogConfig = LogConfig()
+    tls: TlsConfig | None = None
+    """None: plain text, one tenant, and no identities."""
+    grants: tuple[GrantConfig, ...] = ()
+    quotas: dict[str, QuotaConfig] = {}
+    """By tenant; "default" is of all that have none."""
+    audit: AuditConfig = AuditConfig()
 
     @field_validator("transports", mode="before")
     @classmethod
@@ -184,11 +273,15 @@ class Config(BaseSettings):
         host, _ = split_address(self.listen)
         if self.advertise is not None:
             split_address(self.advertise)
-        if not is_loopback(host) and not self.insecure:
+        if self.tls is None and not is_loopback(host) and not self.insecure:
             raise ValueError(
                 f"listen is {self.listen}, which is not loopback: without identities everyone who reaches it would be "
-                "served; say insecure = true (--insecure) if the network is trusted"
+                "served; give it certificates ([tls]), or say insecure = true (--insecure) if the network is trusted"
             )
+        if self.tls is not None and self.insecure:
+            raise ValueError("insecure and [tls] exclude each other")
+        if self.tls is None and self.grants:
+            raise ValueError("grants need [tls]: without identities everyone is one tenant")
         if host in ("0.0.0.0", "::") and self.advertise is None:  # noqa: S104 -- compared, not bound
             raise ValueError(f"listen is {self.listen}: say by which address peers reach it (advertise)")
         if "tcp" in (self.transports or ()) and self._without_tcp is not None:
@@ -239,6 +332,17 @@ class Config(BaseSettings):
             tcp=tcp,
             ucx=self.ucx,
         )
+
+    @property
+    def quota_table(self) -> tuple[Quota, dict[str, Quota]]:
+        """The quota of tenants that have none of their own, and those of the others."""
+        default = Quota(**self.quotas.get("default", QuotaConfig()).model_dump())
+        own = {
+            tenant: replace(default, **quota.model_dump(exclude_none=True))
+            for tenant, quota in self.quotas.items()
+            if tenant != "default"
+        }
+        return default, own
 
     @property
     def wire_limits(self) -> Limits:
@@ -324,10 +428,26 @@ def to_toml(config: Config) -> str:
     tables = {key: value for key, value in values.items() if isinstance(value, dict)}
     lines = [_assignment(key, value) for key, value in plain.items()]
     for name, table in tables.items():
-        lines += ["", f"[{name}]", *(_assignment(key, value) for key, value in table.items())]
+        lines += _table(name, table)
     return "\n".join(lines)
 
 
+def _table(name: str, table: Mapping[str, Any]) -> list[str]:
+    inner = {key: value for key, value in table.items() if isinstance(value, dict)}
+    lines = ["", f"[{name}]", *(_assignment(key, value) for key, value in table.items() if key not in inner)]
+    for key, value in inner.items():
+        lines += _table(f"{name}.{json.dumps(key)}", value)
+    return lines
+
+
 def _assignment(key: str, value: object) -> str:
-    # A JSON string, number, boolean or list of strings is the same thing in TOML.
-    return f"{key} = {json.dumps(value)}"
+    return f"{key} = {_value(value)}"
+
+
+def _value(value: object) -> str:
+    # A JSON string, number or boolean is the same thing in TOML.
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, dict):
+        return f"{{ {', '.join(_assignment(key, item) for key, item in value.items())} }}"
+    return json.dumps(value)

@@ -12,9 +12,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health  # type: ignore[attr-defined]  # untyped
 from grpc_reflection.v1alpha import reflection
 
+from hurray_server.audit import Audit
 from hurray_server.config import Config, is_loopback, split_address
+from hurray_server.identity import make_callers
 from hurray_server.node import Node
-from hurray_server.service import MalformedRequests, Service
+from hurray_server.server_credentials import ServerCredentials
+from hurray_server.service import MalformedRequests, OtherServices, Service
 from hurray_wire.errors import InternalError, InvalidRequest
 from hurray_wire.v1 import transfer_pb2, transfer_pb2_grpc
 
@@ -39,6 +42,8 @@ class Daemon:
         self._drain_s = config.drain_s
         self._health = health.HealthServicer()
         self._health_sets: set[asyncio.Task[None]] = set()
+        self._callers = make_callers(config)
+        self._audit = Audit(config.audit.path)
         self._node = Node(config, on_ready=self._set_ready)
         self._server = self._make_server()
 
@@ -76,7 +81,7 @@ class Daemon:
     def _make_server(self) -> grpc.aio.Server:
         most = self._config.limits.max_message_bytes
         server = grpc.aio.server(
-            interceptors=[MalformedRequests()],
+            interceptors=[MalformedRequests(), OtherServices(self._callers, self._audit)],
             maximum_concurrent_rpcs=self._config.limits.max_calls,
             options=[
                 ("grpc.so_reuseport", 0),  # else a second daemon would share the port, unnoticed
@@ -95,7 +100,9 @@ class Daemon:
                 ("grpc.http2.max_ping_strikes", 0),
             ],
         )
-        transfer_pb2_grpc.add_TransferServiceServicer_to_server(Service(self._node, self.ask_to_stop), server)
+        transfer_pb2_grpc.add_TransferServiceServicer_to_server(
+            Service(self._node, self._callers, self._audit, self.ask_to_stop), server
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(
             (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME), server
@@ -104,9 +111,12 @@ class Daemon:
 
     def _bind(self) -> int:
         """The port that the control plane is bound to. Raises InvalidRequest: a bind that fails is fatal."""
-        listen = self._config.listen
+        listen, tls = self._config.listen, self._config.tls
         try:
-            port = self._server.add_insecure_port(listen)
+            if tls is None:
+                port = self._server.add_insecure_port(listen)
+            else:
+                port = self._server.add_secure_port(listen, ServerCredentials(tls.credentials).for_grpc())
         except RuntimeError:
             port = 0
         if port == 0:
@@ -118,7 +128,9 @@ class Daemon:
         config, mover = self._config, self._node.link.require_up("start")
         host, _ = split_address(config.listen)
         listens = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        if not is_loopback(host):
+        if config.tls is not None:
+            _log.info("mutual TLS: tenants by their certificates", listen=listens, grants=len(config.grants))
+        elif not is_loopback(host):
             _log.warning("insecure: everyone who reaches this address is served", listen=listens)
         for kind, reason in config.left_out.items():
             _log.info("transport left out", transport=kind, reason=reason)

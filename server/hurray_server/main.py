@@ -12,6 +12,7 @@ import typer
 
 from hurray_server.config import DEFAULT_CONFIG_PATH, load_config, to_toml
 from hurray_server.logs import configure_logs
+from hurray_server.preflight import preflight
 from hurray_wire.errors import HurrayError
 
 EXIT_FAILED = 1
@@ -74,6 +75,8 @@ def hurrayd(  # noqa: PLR0917 -- typer's options, given by name
     }
     try:
         settings = load_config(config, _given(flags))
+        if not print_config:
+            preflight(settings)
     except HurrayError as error:
         typer.echo(f"hurrayd: configuration: {error.message}", err=True)
         raise typer.Exit(EXIT_CONFIG) from None

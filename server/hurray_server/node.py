@@ -17,9 +17,10 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from hurray_server.config import Config
 from hurray_server.mover_config import MoverConfig
 from hurray_server.mover_link import MoverLink
+from hurray_server.quotas import Charge, Quotas
 from hurray_server.requests import Requests
 from hurray_server.sessions import Sessions
-from hurray_server.store import Store
+from hurray_server.store import Snapshot, Store
 from hurray_server.transfers import Transfer
 from hurray_wire.errors import HurrayError, LimitExceeded, NodeDraining
 from hurray_wire.v1 import mover_pb2 as mpb
@@ -48,7 +49,9 @@ class Node:
         )
         self.limits: Final = config.wire_limits
         self.sessions: Final = Sessions(self.link, max_sessions=config.limits.max_sessions)
-        self.store: Final = Store(self.link.free, max_snapshots=config.limits.max_snapshots)
+        self.quotas: Final = Quotas(*config.quota_table)
+        self._charges: dict[int, Charge] = {}
+        self.store: Final = Store(self._free, max_snapshots=config.limits.max_snapshots)
         self.requests: Final = Requests()
         self.transfers: set[Transfer[Any]] = set()
         self.idle: Final = asyncio.Event()
@@ -127,6 +130,20 @@ class Node:
         """Have `notify` called when the node begins to drain, until the function that this returns is called."""
         self._drain_listeners.add(notify)
         return lambda: self._drain_listeners.discard(notify)
+
+    # --- who pays -------------------------------------------------------------------------------------------------
+
+    def keep(self, snapshot: Snapshot, charge: Charge) -> None:
+        """A snapshot was committed: the charge for its memory stands until that is free."""
+        self._charges[snapshot.contents.memory] = charge
+
+    def take_over(self, snapshot: Snapshot, tenant: str) -> None:
+        """Charge this tenant for a snapshot from now on. Raises QuotaExceeded."""
+        self.quotas.take_over(self._charges[snapshot.contents.memory], tenant)
+
+    def _free(self, memory: int) -> None:
+        self.link.free(memory)
+        self.quotas.release(self._charges.pop(memory))
 
     # --- time -----------------------------------------------------------------------------------------------------
 

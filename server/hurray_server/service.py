@@ -7,8 +7,10 @@ import base64
 import binascii
 import functools
 import hashlib
+import inspect
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
 from importlib.metadata import version
 from typing import Any, Final, NoReturn, Self, TypeVar
 
@@ -17,13 +19,17 @@ import structlog
 from google.protobuf.message import DecodeError
 from structlog.contextvars import bind_contextvars
 
+from hurray_server.audit import Audit, Decision
+from hurray_server.grants import Right
+from hurray_server.identity import Callers
 from hurray_server.node import Node
-from hurray_server.principal import Principal, principal_of
+from hurray_server.principal import Principal
 from hurray_server.requests import Running
 from hurray_server.store import Pin, Snapshot
 from hurray_server.transfers import GetTransfer, PutTransfer, Transfer
 from hurray_wire.dtypes import BY_TAG
 from hurray_wire.errors import (
+    Cancelled,
     DeadlineExceeded,
     HurrayError,
     InternalError,
@@ -32,6 +38,8 @@ from hurray_wire.errors import (
     PeerUnavailable,
     ProtocolViolation,
 )
+from hurray_wire.image import align
+from hurray_wire.limits import KEY_MAX_BYTES
 from hurray_wire.memory import DEVICE_CPU
 from hurray_wire.messages import (
     PROTOCOL_VERSION,
@@ -69,34 +77,45 @@ LIST_DEFAULT: Final = 100
 LIST_MAX: Final = 1000
 
 Context = grpc.aio.ServicerContext[Any, Any]
-HandlerT = TypeVar("HandlerT", bound=Callable[..., Awaitable[Any]])
 
 
-def _answers(method: HandlerT) -> HandlerT:
-    """End a call with the status of what its handler raised; a fault of ours is logged and told by its log id only."""
+def _answers(method: Callable[..., Awaitable[Any]]) -> Callable[[Any, Any, Context], Awaitable[Any]]:
+    """Find out who calls, end the call with the status of what its handler raised, and tell the audit log. A fault of
+    ours is logged and told by its log id only."""
+    action = method.__name__.lower()
 
     @functools.wraps(method)
     async def handler(self: Service, request: object, context: Context) -> object:
         # Each call is a task of its own, and so is its logging context.
         bind_contextvars(method=method.__name__, address=context.peer())
+        decision = Decision(action, context.peer())
+        ended: HurrayError | None = Cancelled("the caller went away")
         try:
+            decision.principal = self.callers.principal(context)
             if isinstance(request, _Malformed):
                 raise _not_a_message()
             if isinstance(request, AsyncIterator):
                 request = _Requests(context)
-            return await method(self, request, context)
+            answer = await method(self, request, context, decision)
+            ended = None
+            return answer
         except HurrayError as error:
             _log.info("call failed", reason=error.reason, error=str(error))
             # Without its traceback, for the same reason: the call keeps its last exception.
-            await _abort(context, error.with_traceback(None))
+            ended = error.with_traceback(None)
+            await _abort(context, ended)
         except grpc.aio.AbortError:
             raise
         except Exception:
             log_id = uuid.uuid4().hex[:12]
             _log.exception("internal error", log_id=log_id)
-            await _abort(context, InternalError("a fault of the node; its log has the cause", log_id=log_id))
+            ended = InternalError("a fault of the node; its log has the cause", log_id=log_id)
+            await _abort(context, ended)
+        finally:
+            if ended is not None or action != "getnode":  # which everyone asks, often, and who has an identity may
+                self.audit.record(decision, ended)
 
-    return handler  # type: ignore[return-value]
+    return handler
 
 
 async def _abort(context: Context, error: HurrayError) -> NoReturn:
@@ -145,6 +164,44 @@ class MalformedRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         return grpc.unary_unary_rpc_method_handler(handler.unary_unary, parse, handler.response_serializer)
 
 
+class OtherServices(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic when it runs
+    """Health and reflection answer whoever may call the service itself: a certificate that is a tenant's."""
+
+    def __init__(self, callers: Callers, audit: Audit) -> None:
+        self._callers = callers
+        self._audit = audit
+
+    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        """See grpc.aio.ServerInterceptor."""
+        handler, method = await continuation(handler_call_details), handler_call_details.method
+        if handler is None or method.startswith(_METHODS):
+            return handler
+        requests = "stream" if handler.request_streaming else "unary"
+        responses = "stream" if handler.response_streaming else "unary"
+        behave = getattr(handler, f"{requests}_{responses}")
+
+        async def answer(request: Any, context: Context) -> Any:
+            await self._admit(method, context)
+            return await behave(request, context)
+
+        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+            await self._admit(method, context)
+            async for message in behave(request, context):
+                yield message
+
+        guarded = stream if inspect.isasyncgenfunction(behave) else answer
+        make = getattr(grpc, f"{requests}_{responses}_rpc_method_handler")
+        return make(guarded, handler.request_deserializer, handler.response_serializer)
+
+    async def _admit(self, method: str, context: Context) -> None:
+        try:
+            self._callers.principal(context)
+        except HurrayError as error:
+            _log.info("call failed", method=method, reason=error.reason, error=str(error))
+            self._audit.record(Decision(method, context.peer()), error)
+            await _abort(context, error)
+
+
 def _not_a_message() -> ProtocolViolation:
     return ProtocolViolation("not a message of this service", field="message", offered="bytes that cannot be parsed")
 
@@ -152,14 +209,16 @@ def _not_a_message() -> ProtocolViolation:
 class Service(transfer_pb2_grpc.TransferServiceServicer):
     """The handlers. `on_drain(deadline_s)` is called when an administrator asks for the node's end."""
 
-    def __init__(self, node: Node, on_drain: Callable[[float], None]) -> None:
+    def __init__(self, node: Node, callers: Callers, audit: Audit, on_drain: Callable[[float], None]) -> None:
+        self.callers: Final = callers
+        self.audit: Final = audit
         self._node = node
         self._on_drain = on_drain
 
     # --- the node -------------------------------------------------------------------------------------------------
 
     @_answers
-    async def GetNode(self, _: pb.GetNodeRequest, __: Context) -> pb.GetNodeResponse:
+    async def GetNode(self, _: pb.GetNodeRequest, __: Context, ___: Decision) -> pb.GetNodeResponse:
         """See the contract."""
         node, limits = self._node, self._node.limits
         mover = node.link.started or mpb.MoverStarted()
@@ -187,14 +246,14 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
         )
 
     @_answers
-    async def Session(self, requests: AsyncIterator[pb.SessionRequest], context: Context) -> None:
+    async def Session(self, requests: AsyncIterator[pb.SessionRequest], context: Context, decision: Decision) -> None:
         """See the contract."""
-        principal = principal_of(context.peer())
         first = await _first(requests, context)
         if first.WhichOneof("message") != "hello":
             raise ProtocolViolation("a session begins with Hello", offered=first.WhichOneof("message"))
         self._node.require_not_draining()
-        session, welcome = await self._node.sessions.open(principal, first.hello)
+        session, welcome = await self._node.sessions.open(decision.caller, first.hello)
+        decision.facts["peer"] = f"{session.incarnation:016x}"
         orderly = False
         heard = asyncio.ensure_future(anext(requests, None))
         try:
@@ -217,9 +276,9 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
             await context.write(pb.SessionResponse(bye=pb.Bye()))
 
     @_answers
-    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+    async def Drain(self, request: pb.DrainRequest, _: Context, decision: Decision) -> pb.DrainResponse:
         """See the contract."""
-        principal_of(context.peer()).require_admin()
+        decision.caller.require_admin()
         deadline_s = self._node.config.drain_s
         if request.HasField("deadline"):
             deadline_s = read_duration(request.deadline, "deadline")
@@ -230,20 +289,19 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
     # --- transfers ------------------------------------------------------------------------------------------------
 
     @_answers
-    async def Put(self, requests: AsyncIterator[pb.PutRequest], context: Context) -> None:
+    async def Put(self, requests: AsyncIterator[pb.PutRequest], context: Context, decision: Decision) -> None:
         """See the contract."""
-        principal = principal_of(context.peer())
+        principal = decision.caller
         budget = _Budget(context, self._node.config.transfers.max_budget_s)
         first = (await _first(requests, context)).source
         if first.WhichOneof("message") != "offer":
             raise ProtocolViolation("a put begins with Offer", offered=first.WhichOneof("message"))
         offer = first.offer
+        _name(decision, offer, Right.PUT, *([Right.DELETE] if offer.overwrite else []))
         check_sizes(offer, self._node.limits)
-        check_request_id(offer.request_id)
-        check_key(offer.key)
-        bind_contextvars(key=offer.key, request_id=offer.request_id, tenant=principal.tenant)
         running = await self._claim_request(principal, offer, budget)
         if isinstance(running, pb.Receipt):
+            decision.facts.update(generation=running.generation, retry=True)
             await context.write(pb.PutResponse(target=pb.TargetMessage(receipt=running)))
             return
         try:
@@ -251,13 +309,17 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
         except BaseException:
             self._node.requests.fail(running)
             raise
-        await _pump(
-            transfer,
-            context,
-            (mpb.TransferInput(source=message.source) async for message in requests),
-            lambda target: pb.PutResponse(target=target),
-            self._node.link.drain,
-        )
+        try:
+            await _pump(
+                transfer,
+                context,
+                (mpb.TransferInput(source=message.source) async for message in requests),
+                lambda target: pb.PutResponse(target=target),
+                self._node.link.drain,
+            )
+        finally:
+            if transfer.snapshot is not None:
+                _note(decision, transfer.snapshot)
 
     async def _claim_request(self, principal: Principal, offer: pb.Offer, budget: _Budget) -> Running | pb.Receipt:
         """The request as one that now runs, or the receipt of its first success. While an earlier attempt runs, waits
@@ -284,8 +346,13 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
         node.link.require_up("offer")
         transport = choose_transport(session.transports, offer.transports)
         claim = node.store.claim(offer.key, overwrite=offer.overwrite, now_s=node.now_s())
-        try:
-            return PutTransfer(
+        with ExitStack() as undo:
+            undo.callback(node.store.abandon, claim)
+            charge = node.quotas.charge(principal.tenant, align(offered.plan.image_bytes))
+            undo.callback(node.quotas.release, charge)
+            end_slot = node.quotas.begin_transfer(principal.tenant)
+            undo.callback(end_slot)
+            transfer = PutTransfer(
                 node,
                 session,
                 offer,
@@ -293,38 +360,41 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
                 transport,
                 running=running,
                 claim=claim,
+                charge=charge,
+                end_slot=end_slot,
                 lease_s=lease_s,
                 budget_s=budget.left_s(),
             )
-        except HurrayError:
-            node.store.abandon(claim)
-            raise
+            undo.pop_all()
+            return transfer
 
     @_answers
-    async def Get(self, requests: AsyncIterator[pb.GetRequest], context: Context) -> None:
+    async def Get(self, requests: AsyncIterator[pb.GetRequest], context: Context, decision: Decision) -> None:
         """See the contract."""
-        principal, node = principal_of(context.peer()), self._node
+        principal, node = decision.caller, self._node
         budget = _Budget(context, node.config.transfers.max_budget_s)
         first = await _first(requests, context)
         if first.WhichOneof("message") != "open":
             raise ProtocolViolation("a get begins with GetOpen", offered=first.WhichOneof("message"))
-        check_key(first.open.key)
-        check_request_id(first.open.request_id)
-        bind_contextvars(key=first.open.key, request_id=first.open.request_id, tenant=principal.tenant)
+        _name(decision, first.open, Right.GET, *([Right.DELETE] if first.open.consume else []))
         node.sessions.find(principal, first.open.incarnation)
         node.require_ready("offer")
-        pin = await self._wait_and_pin(first.open, budget)
-        try:
+        with ExitStack() as undo:
+            end_slot = node.quotas.begin_transfer(principal.tenant)
+            undo.callback(end_slot)
+            pin = await self._wait_and_pin(first.open, budget)
+            undo.callback(node.store.unpin, pin)
+            _note(decision, pin.snapshot)
             session = node.sessions.find(principal, first.open.incarnation)
             node.require_ready("offer")
             node.link.require_up("offer")
             # The caller is the target: its order counts.
             wanted = [kind for kind in first.open.transports if kind in session.transports]
             transport = choose_transport(wanted or session.transports, first.open.transports)
-            transfer = GetTransfer(node, session, pin, transport, first.open.request_id, budget_s=budget.left_s())
-        except HurrayError:
-            node.store.unpin(pin)
-            raise
+            transfer = GetTransfer(
+                node, session, pin, transport, first.open.request_id, end_slot=end_slot, budget_s=budget.left_s()
+            )
+            undo.pop_all()
         await _pump(
             transfer,
             context,
@@ -387,21 +457,24 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
     # --- snapshots ------------------------------------------------------------------------------------------------
 
     @_answers
-    async def Stat(self, request: pb.StatRequest, _: Context) -> pb.StatResponse:
+    async def Stat(self, request: pb.StatRequest, _: Context, decision: Decision) -> pb.StatResponse:
         """See the contract."""
-        check_key(request.key)
+        _name(decision, request, Right.GET)
         snapshot = self._node.store.find(request.key, request.generation, self._node.now_s())
         response = pb.StatResponse(snapshot=self._info(snapshot), tensors=snapshot.contents.tensors)
         response.token_counts.extend(snapshot.contents.counts())
         return response
 
     @_answers
-    async def List(self, request: pb.ListRequest, _: Context) -> pb.ListResponse:
+    async def List(self, request: pb.ListRequest, _: Context, decision: Decision) -> pb.ListResponse:
         """See the contract."""
+        if request.prefix:
+            check_key(request.prefix)
+        decision.facts["prefix"] = request.prefix
         size = min(request.page_size or LIST_DEFAULT, LIST_MAX)
-        found = self._node.store.scan(
-            request.prefix, after=_read_page_token(request.page_token), limit=size + 1, now_s=self._node.now_s()
-        )
+        after, found = _read_page_token(request.page_token), list[Snapshot]()
+        for prefix in decision.caller.listable(request.prefix):
+            found += self._node.store.scan(prefix, after=after, limit=size + 1 - len(found), now_s=self._node.now_s())
         response, left_bytes = pb.ListResponse(), self._node.limits.max_message_bytes // 2
         for snapshot in found[:size]:
             info = self._info(snapshot)
@@ -414,19 +487,23 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
         return response
 
     @_answers
-    async def Delete(self, request: pb.DeleteRequest, _: Context) -> pb.DeleteResponse:
+    async def Delete(self, request: pb.DeleteRequest, _: Context, decision: Decision) -> pb.DeleteResponse:
         """See the contract."""
-        check_key(request.key)
+        _name(decision, request, Right.DELETE)
         snapshot = self._node.store.delete(request.key, request.generation, self._node.now_s())
+        _note(decision, snapshot)
         _log.info("snapshot deleted", key=snapshot.key, generation=snapshot.generation)
         return pb.DeleteResponse(generation=snapshot.generation)
 
     @_answers
-    async def Renew(self, request: pb.RenewRequest, _: Context) -> pb.RenewResponse:
+    async def Renew(self, request: pb.RenewRequest, _: Context, decision: Decision) -> pb.RenewResponse:
         """See the contract."""
-        check_key(request.key)
+        _name(decision, request, Right.PUT)
+        node = self._node
         lease_s = self._lease_s(request.lease if request.HasField("lease") else None)
-        snapshot = self._node.store.renew(request.key, request.generation, lease_s=lease_s, now_s=self._node.now_s())
+        node.take_over(node.store.find(request.key, request.generation, node.now_s()), decision.caller.tenant)
+        snapshot = node.store.renew(request.key, request.generation, lease_s=lease_s, now_s=node.now_s())
+        _note(decision, snapshot)
         return pb.RenewResponse(generation=snapshot.generation, expire_time=self._node.to_timestamp(snapshot.expires_s))
 
     def _info(self, snapshot: Snapshot) -> pb.SnapshotInfo:
@@ -445,6 +522,26 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
             reader_count=snapshot.reader_count,
             annotations=contents.annotations,
         )
+
+
+def _name(decision: Decision, request: Any, *rights: Right) -> None:
+    """Check the names in a request, complete its key, and see that the caller has these rights to it. Nothing has been
+    looked up until then, so that a refusal is the same whatever is held. Raises InvalidRequest, PermissionDenied."""
+    check_key(request.key)
+    request.key = decision.caller.key(request.key)
+    check_key(request.key)
+    decision.facts["key"] = request.key
+    if hasattr(request, "request_id"):
+        check_request_id(request.request_id)
+        decision.facts["request_id"] = request.request_id
+    bind_contextvars(tenant=decision.caller.tenant, **decision.facts)
+    for right in rights:
+        decision.caller.require(right, request.key)
+
+
+def _note(decision: Decision, snapshot: Snapshot) -> None:
+    """Which snapshot it came to, for the audit log."""
+    decision.facts.update(generation=snapshot.generation, bytes=snapshot.contents.held_bytes)
 
 
 class _Budget:
@@ -527,6 +624,8 @@ def offer_digest(offer: pb.Offer) -> bytes:
 
 def _read_page_token(token: str) -> str:
     try:
+        if len(token) > 2 * KEY_MAX_BYTES:
+            raise ValueError
         return base64.b64decode(token.encode(), altchars=b"-_", validate=True).decode()
     except (ValueError, binascii.Error):
         raise InvalidRequest("not a page token", field="page_token", offered=token[:64]) from None

@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import structlog
 
+from hurray_server.quotas import Charge
 from hurray_server.requests import Running
 from hurray_server.sessions import Session
-from hurray_server.store import Claim, Contents, Pin
-from hurray_wire.errors import DataPlaneUnavailable, HurrayError, PeerUnavailable
+from hurray_server.store import Claim, Contents, Pin, Snapshot
+from hurray_wire.errors import DataPlaneUnavailable, HurrayError, PeerUnavailable, ProtocolViolation
 from hurray_wire.limits import chunk_bytes_for, window_for
 from hurray_wire.messages import OfferedSnapshot
 from hurray_wire.status import from_status, to_status
@@ -39,13 +41,23 @@ class Transfer(ABC, Generic[MessageT]):
 
     kind: str
 
-    def __init__(self, node: Node, session: Session, key: str, request_id: str, budget_s: float) -> None:
-        """Raises DataPlaneUnavailable."""
+    def __init__(
+        self,
+        node: Node,
+        session: Session,
+        key: str,
+        request_id: str,
+        *,
+        end_slot: Callable[[], None],
+        budget_s: float,
+    ) -> None:
+        """`end_slot` is called when it is over. Raises DataPlaneUnavailable."""
         self.number: Final = node.link.new_transfer(self)
         self.messages: asyncio.Queue[MessageT | None] = asyncio.Queue()
         self.error: HurrayError | None = None
         self.stage = "offer"
         self._node = node
+        self._end_slot = end_slot
         self._budget_s = budget_s
         self._over = False
         self._stream_lost = False
@@ -87,6 +99,7 @@ class Transfer(ABC, Generic[MessageT]):
         self.error = error
         self._overdue.cancel()
         self._node.remove(self)
+        self._end_slot()
         self._settle()
         seconds = round(time.monotonic() - self._began_s, 6)
         if error is None:
@@ -119,17 +132,21 @@ class PutTransfer(Transfer[pb.TargetMessage]):
         *,
         running: Running,
         claim: Claim,
+        charge: Charge,
+        end_slot: Callable[[], None],
         lease_s: float,
         budget_s: float,
     ) -> None:
-        super().__init__(node, session, offer.key, offer.request_id, budget_s)
+        super().__init__(node, session, offer.key, offer.request_id, end_slot=end_slot, budget_s=budget_s)
         self.stage = "reserve"
         self._offer = offer
         self._offered = offered
         self._running = running
         self._claim = claim
+        self._charge = charge
         self._lease_s = lease_s
-        self._committed = False
+        self.snapshot: Snapshot | None = None
+        """Once it is committed."""
         node.link.begin_target(
             mpb.BeginTarget(
                 transfer=self.number,
@@ -156,7 +173,7 @@ class PutTransfer(Transfer[pb.TargetMessage]):
     def _commit(self, prepared: mpb.Prepared) -> None:
         """The one point at which the snapshot becomes visible, or never will be."""
         self.stage = "commit"
-        if self._stream_lost or self._committed:
+        if self._stream_lost or self.snapshot is not None:
             error = PeerUnavailable("the stream to the source broke before the commit", stage="commit")
             self.input(mpb.TransferInput(commit=mpb.CommitResult(error=to_status(error))))
             return
@@ -178,7 +195,8 @@ class PutTransfer(Transfer[pb.TargetMessage]):
             lease_s=self._lease_s,
             now_s=now_s,
         )
-        self._committed = True
+        self.snapshot = snapshot
+        node.keep(snapshot, self._charge)
         # A copy: a part of a message keeps the whole of it in memory, and receipts are kept for long.
         receipt = pb.Receipt()
         receipt.CopyFrom(prepared.receipt)
@@ -200,8 +218,9 @@ class PutTransfer(Transfer[pb.TargetMessage]):
         self.input(mpb.TransferInput(commit=mpb.CommitResult(receipt=receipt)))
 
     def _settle(self) -> None:
-        if not self._committed:
+        if self.snapshot is None:
             self._node.store.abandon(self._claim)
+            self._node.quotas.release(self._charge)
             self._node.requests.fail(self._running)
 
 
@@ -211,9 +230,17 @@ class GetTransfer(Transfer[pb.SourceMessage]):
     kind = "get"
 
     def __init__(
-        self, node: Node, session: Session, pin: Pin, transport: str, request_id: str, *, budget_s: float
+        self,
+        node: Node,
+        session: Session,
+        pin: Pin,
+        transport: str,
+        request_id: str,
+        *,
+        end_slot: Callable[[], None],
+        budget_s: float,
     ) -> None:
-        super().__init__(node, session, pin.snapshot.key, request_id, budget_s)
+        super().__init__(node, session, pin.snapshot.key, request_id, end_slot=end_slot, budget_s=budget_s)
         self._pin = pin
         contents = pin.snapshot.contents
         offer = pb.Offer(
@@ -242,6 +269,10 @@ class GetTransfer(Transfer[pb.SourceMessage]):
         """See Transfer."""
         if message.target.HasField("accept"):
             self.stage = "pages"
+        elif message.target.HasField("receipt") and self.stage == "offer":
+            # A source's machine takes it for that of an earlier attempt, which a get has none of.
+            self.cancel(ProtocolViolation("a receipt for what was not accepted", offered="receipt", required="accept"))
+            return
         super().input(message)
 
     def on_output(self, output: mpb.TransferOutput) -> None:

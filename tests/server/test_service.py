@@ -15,7 +15,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import hurray_client as ht
+from hurray_server.audit import Audit
 from hurray_server.daemon import SERVICE_NAME
+from hurray_server.identity import LocalCallers
 from hurray_server.service import Service
 from hurray_wire.descriptor import build_descriptor
 from hurray_wire.dtypes import BY_NAME
@@ -113,7 +115,7 @@ def test_a_fault_of_the_node_is_told_by_its_log_id_only() -> None:
             self.error = from_trailers(code.name, message, trailers)
             raise grpc.aio.AbortError
 
-    context, service = Context(), Service(object(), lambda _: None)  # type: ignore[arg-type]
+    context, service = Context(), Service(object(), LocalCallers(), Audit(None), lambda _: None)  # type: ignore[arg-type]
     with pytest.raises(grpc.aio.AbortError):
         asyncio.run(service.GetNode(pb.GetNodeRequest(), context))  # type: ignore[arg-type]
     assert isinstance(context.error, InternalError)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from hurray_server.config import load_config
-from hurray_server.principal import principal_of
+from hurray_server.principal import LOCAL_TENANT, Principal
+from hurray_server.quotas import Quota, Quotas
 from hurray_server.requests import Requests
 from hurray_server.sessions import Session
 from hurray_server.store import Store
@@ -35,7 +36,10 @@ class Setup:
             condemn=lambda _: None,
         )
         self.store, self.requests = Store(lambda _: None, max_snapshots=9), Requests()
+        self.quotas = Quotas(Quota(), {})
         self.node: Any = SimpleNamespace(
+            quotas=self.quotas,
+            keep=lambda *_: None,
             link=link,
             config=load_config(None, {"node": "n"}),
             store=self.store,
@@ -49,12 +53,14 @@ class Setup:
         self.offer = Prepared.of(snapshot()).offer("k", 5, annotations={"secret": "s"})
         self.put = PutTransfer(
             self.node,
-            Session(principal_of("unix:"), 5),
+            Session(Principal(LOCAL_TENANT, True, "unix:", None, None), 5),
             self.offer,
             read_offer(self.offer, self.node.config.wire_limits),
             "ucx",
             running=self.requests.begin("local", self.offer.request_id, b"d"),
             claim=self.store.claim("k", overwrite=False, now_s=0.0),
+            charge=self.quotas.charge(LOCAL_TENANT, 4096),
+            end_slot=self.quotas.begin_transfer(LOCAL_TENANT),
             lease_s=60.0,
             budget_s=10.0,
         )
