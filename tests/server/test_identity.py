@@ -76,9 +76,7 @@ def test_a_tenant_is_named_by_its_uri_or_else_by_its_common_name(authority: Auth
         {"common_name": "x" * 64},
     ],
 )
-def test_a_certificate_that_is_not_one_tenants_is_refused_by_name(
-    authority: Authority, options: dict[str, Any]
-) -> None:
+def test_a_certificate_that_is_no_tenants_is_refused_by_name(authority: Authority, options: dict[str, Any]) -> None:
     with pytest.raises(Unauthenticated) as caught:
         caller(issued(authority, "a", **options))
     assert caught.value.field == "certificate"

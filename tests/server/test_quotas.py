@@ -42,9 +42,7 @@ def test_usage_is_the_sum_of_what_is_charged_and_never_above_the_quota(
                     slots.append((tenant, quotas.begin_transfer(tenant)))
                 case "end" if slots:
                     slots.pop(number % len(slots))[1]()  # type: ignore[operator]
-        except QuotaExceeded as error:
-            assert error.details["allowed"].isdigit()
-            assert int(error.details["offered"]) > int(error.details["allowed"])
+        except QuotaExceeded:
             assert {name: Usage(*vars_of(quotas, name)) for name in ("a", "b")} == before
         for name, quota in (("a", default), ("b", own)):
             held = [charge for charge in charges if charge.tenant == name]
