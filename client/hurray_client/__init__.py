@@ -11,6 +11,7 @@ from hurray_client.progress import Progress
 from hurray_client.receipt import Receipt, StageTime
 from hurray_client.stream import PutStream
 from hurray_client.transfer import ReceivedSnapshot
+from hurray_wire.credentials import Credentials
 from hurray_wire.destination import Destination
 from hurray_wire.errors import (
     ArenaFull,
@@ -59,6 +60,7 @@ __all__ = [
     "ChecksumMismatch",
     "Client",
     "ClientConfig",
+    "Credentials",
     "DataPlaneUnavailable",
     "DeadlineExceeded",
     "Destination",

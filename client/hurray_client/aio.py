@@ -17,6 +17,7 @@ from hurray_client.progress import OnProgress, Progress
 from hurray_client.receipt import Receipt
 from hurray_client.stream import PutStream
 from hurray_client.transfer import ReceivedSnapshot
+from hurray_wire.credentials import Credentials
 from hurray_wire.errors import Misuse
 from hurray_wire.paged import BlockTables
 from hurray_wire.snapshot import KVSnapshot
@@ -28,12 +29,13 @@ def aconnect(
     target: str,
     *,
     config: ClientConfig | None = None,
+    tls: Credentials | None = None,
     transports: Sequence[str] | None = None,
     data_plane: LocalDataPlane | None = None,
 ) -> AsyncClient:
     """`connect` for asyncio: an async context manager, which may also be used as it is and closed with `aclose`."""
     config = config if config is not None else load_config()
-    client = connect(target, config=config, transports=transports, data_plane=data_plane)
+    client = connect(target, config=config, tls=tls, transports=transports, data_plane=data_plane)
     return AsyncClient(client, config.max_concurrency)
 
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Final, Literal, Self
 
 from hurray_client.call import Call
-from hurray_client.config import ClientConfig, load_config, with_transports
+from hurray_client.config import ClientConfig, load_config, with_choices
 from hurray_client.info import Lease, NodeInfo, SnapshotInfo, SnapshotStat
 from hurray_client.node import Node, TryAgain, is_passing, retrying
 from hurray_client.plane import LocalDataPlane
@@ -29,6 +29,7 @@ from hurray_client.transfer import (
     put_once,
 )
 from hurray_wire.checksum import NONE, XXH3_64
+from hurray_wire.credentials import Credentials
 from hurray_wire.destination import Destination
 from hurray_wire.errors import HurrayError, InvalidRequest, Misuse, OutcomeUnknown
 from hurray_wire.messages import check_annotations, check_key
@@ -52,20 +53,23 @@ def connect(
     target: str,
     *,
     config: ClientConfig | None = None,
+    tls: Credentials | None = None,
     transports: Sequence[str] | None = None,
     data_plane: LocalDataPlane | None = None,
 ) -> Client:
     """A client of the node at `target`, "host:port". A context manager.
 
     Nothing is dialled yet: the first call connects, and tries again for `config.retry_s` while the node does not
-    listen. `config`: the environment (HURRAY_...) unless given. `transports`: connect by those of them that the node
-    has, and prefer them in this order, as `config.transports` says it. `data_plane`: one to share between clients; each
-    has its own otherwise, started with the first transfer.
+    listen. `config`: the environment (HURRAY_...) unless given. `tls`: the PEM files by which this client is known and
+    knows the node, whose certificate must be for the host in `target`; as `config.tls` says it. `transports`: connect
+    by those of them that the node has, and prefer them in this order, as `config.transports` says it. `data_plane`: one
+    to share between clients; each has its own otherwise, started with the first transfer.
 
-    Raises InvalidRequest for a target or an environment that makes no sense, Misuse for UCX settings that do not, and
-    for clients that share one connection and want other transports for it.
+    Raises InvalidRequest for a target or an environment that makes no sense, Misuse for UCX settings that do not, for
+    PEM files that cannot be used, and for clients that share one connection and want another one.
     """
-    return Client(target, with_transports(config if config is not None else load_config(), transports), data_plane)
+    config = with_choices(config if config is not None else load_config(), transports, tls)
+    return Client(target, config, data_plane)
 
 
 class Client:
@@ -83,9 +87,10 @@ class Client:
         self._plane = data_plane or self._owned
         assert self._plane is not None
         self._node = self._plane.attach(target, lambda: Node(target, config, self._plane))  # type: ignore[arg-type]
-        if self._node.config.transports != config.transports:
-            self._plane.detach(target)
-            raise Misuse("clients that share a connection want other transports for it", field="transports")
+        for field in ("transports", "tls"):
+            if getattr(self._node.config, field) != getattr(config, field):
+                self._plane.detach(target)
+                raise Misuse(f"clients that share a connection want other {field} for it", field=field)
         self._pid = os.getpid()
         self._closed = False
         self._changed = threading.Condition()

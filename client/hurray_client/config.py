@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
 
+from hurray_wire.credentials import Credentials
 from hurray_wire.errors import InvalidRequest, Misuse
 from hurray_wire.image import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
 from hurray_wire.limits import MAX_WINDOW, PAGE_BYTES
@@ -48,10 +49,15 @@ class ClientConfig(BaseSettings):
     """Connect by those of them that the node has, too, and prefer them in this order. None: by shm where that reaches
     the node, and by the first other transport of the node's that this process has."""
 
+    tls: Credentials | None = None
+    """Who this client is, and whose nodes it believes: PEM files, read again after they change. None: plain text, by
+    which only a node without identities can be called."""
+
     shm: ShmSection = ShmSection()
 
     ucx: UcxConfig = UcxConfig()
-    """How UCX runs. It trusts whoever reaches `net_devices`: loopback unless told otherwise."""
+    """How UCX runs. It trusts whoever reaches `net_devices`: loopback unless told otherwise. With `tls` it is used only
+    where `trusted` names their networks, or `transports` names ucx."""
 
     chunk_bytes: int | None = Field(default=None, ge=CHUNK_BYTES_MIN, le=CHUNK_BYTES_MAX, multiple_of=PAGE_BYTES)
     """Bytes of a chunk in a put; None: as suits the transport."""
@@ -87,11 +93,14 @@ class ClientConfig(BaseSettings):
     @field_validator("ucx", mode="before")
     @classmethod
     def _split_names(cls, value: Any) -> Any:
-        return split_names(value, "net_devices", "tls")
+        return split_names(value, "net_devices", "tls", "trusted")
 
 
-def with_transports(config: ClientConfig, transports: Sequence[str] | None) -> ClientConfig:
-    """These settings with that choice of transports, where there is one. Raises InvalidRequest."""
+def with_choices(config: ClientConfig, transports: Sequence[str] | None, tls: Credentials | None) -> ClientConfig:
+    """These settings with that choice of transports and those credentials, where they are given. Raises
+    InvalidRequest."""
+    if tls is not None:
+        config = config.model_copy(update={"tls": tls})
     if transports is None:
         return config
     try:

@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar
@@ -14,6 +15,7 @@ from typing import Any, Final, TypeVar
 import grpc
 
 from hurray_client.call import Alarms, Call
+from hurray_client.channel import Channels
 from hurray_client.config import ClientConfig
 from hurray_client.info import NodeInfo
 from hurray_client.plane import LocalDataPlane
@@ -30,12 +32,14 @@ from hurray_wire.errors import (
     OutcomeUnknown,
     PeerUnavailable,
     ProtocolViolation,
+    Unauthenticated,
 )
-from hurray_wire.limits import Limits
 from hurray_wire.log import get_logger
 from hurray_wire.messages import PROTOCOL_VERSION, read_transport, to_transport
 from hurray_wire.status import STATUS_TRAILER, from_trailers
 from hurray_wire.transport import ucx
+from hurray_wire.transport.base import TransportParameters
+from hurray_wire.transport.tls import EXPECTED_IDENTITY
 from hurray_wire.v1 import transfer_pb2 as pb
 from hurray_wire.v1.transfer_pb2_grpc import TransferServiceStub
 
@@ -62,24 +66,6 @@ class TryAgain(Exception):
     def __init__(self, error: HurrayError) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-def channel_options(config: ClientConfig) -> list[tuple[str, Any]]:
-    """gRPC's settings for a channel: message size, keepalive, and reconnecting soon."""
-    message_bytes = Limits().max_message_bytes
-    return [
-        ("grpc.max_send_message_length", message_bytes),
-        ("grpc.max_receive_message_length", message_bytes),
-        ("grpc.keepalive_time_ms", int(config.keepalive_interval_s * 1000)),
-        ("grpc.keepalive_timeout_ms", int(config.keepalive_timeout_s * 1000)),
-        ("grpc.http2.ping_timeout_ms", int(config.keepalive_timeout_s * 1000)),  # else a ping may take a minute
-        ("grpc.keepalive_permit_without_calls", 0),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 1000),
-        # A proxy from the environment would see loopback calls, and could not pass keepalive on.
-        ("grpc.enable_http_proxy", 0),
-    ]
 
 
 def rpc_error(error: grpc.RpcError, *, stage: str, peer: str) -> HurrayError:
@@ -122,6 +108,7 @@ class Session:
         self._said_bye = False
         self._outbound: SimpleQueue[pb.SessionRequest | None] = SimpleQueue()
         self._stream: Any = None
+        self._stub: TransferServiceStub
         self.thread = threading.Thread(target=self._run, name=f"hurray-session-{node.target}", daemon=True)
 
     def end(self) -> None:
@@ -138,6 +125,10 @@ class Session:
             stream.cancel()
 
     def _run(self) -> None:
+        with self._node.channels.use() as self._stub:
+            self._run_on_channel()
+
+    def _run_on_channel(self) -> None:
         opened = False
         try:
             self._open()
@@ -175,7 +166,7 @@ class Session:
     def _open(self) -> None:
         node, timeout_s = self._node, self._node.config.connect_timeout_s
         self.info = node.ask(timeout_s)
-        kinds = _choose_transports(self.info.transports, node.config.transports)
+        kinds = _choose_transports(self.info.transports, node.config)
         self.is_passing = False  # what keeps this process's own data plane from starting stays
         self.plane, own = node.plane.start(kinds)
         self.is_passing = True
@@ -185,11 +176,11 @@ class Session:
             transports=[to_transport(item) for item in own],
         )
         self._outbound.put(pb.SessionRequest(hello=hello))
-        self._stream = node.stub.Session(iter(self._outbound.get, None))
+        self._stream = self._stub.Session(iter(self._outbound.get, None))
         late = node.alarms.after(timeout_s, self._abort)
         try:
             welcome = self._read_welcome(next(self._stream, None))
-            theirs = [read_transport(item) for item in welcome.transports if item.kind in kinds]
+            theirs = [_known(read_transport(item), welcome) for item in welcome.transports if item.kind in kinds]
             self.peer = welcome.incarnation
             node.plane.watch(self.peer, self._lost)
             connected = self.plane.open_peer(self.peer, theirs, proof_s=PROOF_S).result(timeout_s)
@@ -222,22 +213,36 @@ class Session:
         self._abort()
 
 
-def _choose_transports(offered: Sequence[str], wanted: Sequence[str] | None) -> tuple[str, ...]:
+def _known(parameters: TransportParameters, welcome: pb.Hello) -> TransportParameters:
+    """With the identity that the node's data plane must show on its tls connection: the node itself, which gRPC has
+    verified, has just said it. Raises ProtocolViolation where it did not."""
+    if parameters.kind != "tls":
+        return parameters
+    if not welcome.identity:
+        raise ProtocolViolation("the node does not say who its data plane is", field="identity", offered="nothing")
+    return replace(parameters, settings={**parameters.settings, EXPECTED_IDENTITY: welcome.identity})
+
+
+def _choose_transports(offered: Sequence[str], config: ClientConfig) -> tuple[str, ...]:
     """By which of the node's transports to connect, best first. Raises CapabilityMismatch, DataPlaneUnavailable."""
     if not offered:
         raise DataPlaneUnavailable("the data plane of the node is not up", retry_after_s=1.0, stage="connect")
-    if wanted is not None:
-        chosen = [kind for kind in wanted if kind in offered]
+    if config.transports is not None:
+        chosen = [kind for kind in config.transports if kind in offered]
     else:
-        # One way over the network is enough, and UCX is loaded into no process that can do without.
-        network = next((kind for kind in offered if kind == "tcp" or (kind == "ucx" and ucx.is_installed())), None)
+        # One way over the network is enough, and UCX is loaded into no process that can do without. With certificates
+        # nothing is used unasked that would do without them.
+        usable = {"tcp"} if config.tls is None else {"tls"}
+        if (config.tls is None or config.ucx.trusted) and "ucx" in offered and ucx.is_installed():
+            usable.add("ucx")
+        network = next((kind for kind in offered if kind in usable), None)
         chosen = [kind for kind in offered if kind in ("shm", network)]
     if not chosen:
         raise CapabilityMismatch(
             "no transport in common",
             field="transports",
             offered=", ".join(offered),
-            required="one of " + ", ".join(wanted or ("shm", "tcp")),
+            required="one of " + ", ".join(config.transports or ("shm", "tcp" if config.tls is None else "tls")),
         )
     return tuple(chosen)
 
@@ -263,8 +268,7 @@ class Node:
         self.config: Final = config
         self.plane: Final = plane
         self.alarms: Final = Alarms()
-        self._channel = grpc.insecure_channel(target, channel_options(config))
-        self.stub: Final = TransferServiceStub(self._channel)
+        self.channels: Final = Channels(target, config)
         self._changed = threading.Condition()
         self._session: Session | None = None
         self._version_checked = False
@@ -304,20 +308,22 @@ class Node:
 
     def unary(self, call: Call, stage: str, method: str, request: object) -> Any:
         """The answer to one unary call. Raises the node's error, or TryAgain where gRPC found no node."""
-        future = getattr(self.stub, method).future(request, timeout=call.left_s(stage))
-        with call.on_cancel(future.cancel):
-            try:
-                return future.result()
-            except grpc.FutureCancelledError:
-                raise Cancelled("the call was cancelled", stage=stage) from None
-            except grpc.RpcError as error:
-                raise self._failure(error, call, stage) from None
+        with self.channels.use() as stub:
+            future = getattr(stub, method).future(request, timeout=call.left_s(stage))
+            with call.on_cancel(future.cancel):
+                try:
+                    return future.result()
+                except grpc.FutureCancelledError:
+                    raise Cancelled("the call was cancelled", stage=stage) from None
+                except grpc.RpcError as error:
+                    raise self._failure(error, call, stage) from None
 
     def ask(self, timeout_s: float, call: Call | None = None) -> NodeInfo:
         """What the node is. Raises CapabilityMismatch for a version of the protocol that this client does not speak,
         TryAgain for a node that cannot be reached."""
         try:
-            answer: pb.GetNodeResponse = self.stub.GetNode(pb.GetNodeRequest(), timeout=timeout_s)
+            with self.channels.use() as stub:
+                answer: pb.GetNodeResponse = stub.GetNode(pb.GetNodeRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
             raise self._failure(error, call, "connect") from None
         check_version(answer.protocol_version)
@@ -328,6 +334,10 @@ class Node:
         if call is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not has_details(error):
             return call.late(stage)
         failure = rpc_error(error, stage=stage, peer=self.target)
+        if failure.code == "UNAVAILABLE" and not has_details(error):
+            why = self.channels.why_no_connection()
+            if why is not None:
+                return Unauthenticated(f"no TLS connection to the node: {why}", stage=stage, peer=self.target)
         return TryAgain(failure) if call is not None and is_passing(failure) else failure
 
     def close(self) -> None:
@@ -338,7 +348,7 @@ class Node:
         if session is not None:
             session.end()
         self.alarms.close()
-        self._channel.close()
+        self.channels.close()
         if session is not None:
             session.thread.join()
 

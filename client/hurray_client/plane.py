@@ -9,15 +9,22 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from hurray_client.config import ClientConfig, load_config
+from hurray_wire.credentials import Credentials
 from hurray_wire.dataplane import DataPlane
 from hurray_wire.errors import HurrayError, Misuse
 from hurray_wire.transport.base import Transport, TransportParameters
 from hurray_wire.transport.shm import ShmConfig, ShmTransport
-from hurray_wire.transport.tls import SocketConfig, TcpTransport
+from hurray_wire.transport.tls import SocketConfig, TcpTransport, TlsTransport
 from hurray_wire.transport.ucx import UcxTransport
 
 if TYPE_CHECKING:
     from hurray_client.node import Node
+
+
+def _make_tls(credentials: Credentials | None) -> TlsTransport:
+    if credentials is None:
+        raise Misuse("the transport tls needs certificates", field="tls", offered="none", required="PEM files")
+    return TlsTransport(SocketConfig(), credentials)
 
 
 class LocalDataPlane:
@@ -35,6 +42,7 @@ class LocalDataPlane:
         self._makers: dict[str, Callable[[], Transport]] = {
             "shm": lambda: ShmTransport(shm),
             "tcp": lambda: TcpTransport(SocketConfig()),
+            "tls": lambda: _make_tls(config.tls),
             "ucx": lambda: UcxTransport(ucx),
         }
         self._lock = threading.Lock()

@@ -240,9 +240,10 @@ class _Exchange:
         """The caller gives up."""
         self.post(s.Failed(Cancelled("the call was cancelled")))
 
-    def open(self, method: Any, budget_s: float, take: Callable[[Any], None] | None = None) -> None:
-        """Open the stream. Its deadline is later than the machine's, which knows the stage. What the node says goes to
-        `take`, in the stream's thread; without it, the first message goes to `first` and the others wait for `follow`.
+    def open(self, method: str, budget_s: float, take: Callable[[Any], None] | None = None) -> None:
+        """Open the stream of a method. Its deadline is later than the machine's, which knows the stage. What the node
+        says goes to `take`, in the stream's thread; without it, the first message goes to `first` and the others wait
+        for `follow`.
         """
         threading.Thread(
             target=self._read, args=(method, budget_s, take), name=f"hurray-stream-{self.number}", daemon=True
@@ -310,8 +311,12 @@ class _Exchange:
         self.follow(_ignore)
         self.finish(0.0)
 
-    def _read(self, method: Any, budget_s: float, take: Callable[[Any], None] | None) -> None:
+    def _read(self, method: str, budget_s: float, take: Callable[[Any], None] | None) -> None:
         """The stream's thread."""
+        with self.node.channels.use() as stub:
+            self._read_stream(getattr(stub, method), budget_s, take)
+
+    def _read_stream(self, method: Any, budget_s: float, take: Callable[[Any], None] | None) -> None:
         failure: Exception | None = None
         try:
             self._stream = method(iter(self._outbound.get, None), timeout=budget_s + GRACE_S)
@@ -440,7 +445,7 @@ def put_once(node: Node, call: Call, order: PutOrder) -> Receipt:
         else:
             exchange.plane.begin_source(exchange.number, replace(begin, ready_tensors=NOTHING_READY))
             order.ready.follow(exchange.plane, exchange.number, plan)
-        ended = exchange.run(call, lambda: exchange.open(node.stub.Put, budget_s, take))
+        ended = exchange.run(call, lambda: exchange.open("Put", budget_s, take))
         _raise_if_failed(exchange, ended)
     return Receipt.from_proto(ended.receipt)
 
@@ -452,7 +457,7 @@ def get_once(node: Node, call: Call, order: GetOrder) -> ReceivedSnapshot:
     exchange = _Exchange(node, session, s.Failed)
     budget_s = call.left_s("offer")
     exchange.tell(pb.GetRequest(open=order.open(session.plane.incarnation, [transport])))
-    exchange.open(node.stub.Get, budget_s)
+    exchange.open("Get", budget_s)
     offer = _await_offer(exchange, call, "wait" if order.wait_s else "offer")
     try:
         choose_transport([transport], offer.transports)
@@ -530,8 +535,10 @@ def _await_offer(exchange: _Exchange, call: Call, stage: str) -> pb.Offer:
 
 def _check_offer(order: GetOrder, offer: pb.Offer) -> OfferedSnapshot:
     """Check what the node offers, before a byte of it moves. Raises what is wrong with it."""
+    # A node that knows tenants says whose key it is, where the caller did not.
+    own_key = "/" not in order.key and offer.key.endswith(f"/{order.key}")
     for field_name, offered, required in (
-        ("key", offer.key, order.key),
+        ("key", offer.key, offer.key if own_key else order.key),
         ("generation", offer.generation, order.generation or offer.generation),
     ):
         if offered != required:

@@ -9,7 +9,7 @@ from typing import Final
 from hurray_wire.errors import CapabilityMismatch
 from hurray_wire.transport.base import TransportParameters
 
-KINDS: Final = ("shm", "ucx", "tcp")
+KINDS: Final = ("shm", "ucx", "tls", "tcp")
 """The transports that nodes and clients can be told to use."""
 
 ABSENT = "absent"

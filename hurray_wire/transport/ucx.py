@@ -39,7 +39,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hurray_wire.errors import Cancelled, DataPlaneUnavailable, HurrayError, Misuse, PeerUnavailable, ProtocolViolation
-from hurray_wire.transport import _sockets
+from hurray_wire.transport import _networks, _sockets
+from hurray_wire.transport._networks import is_network
 from hurray_wire.transport.base import Buffer, Completion, Endpoint, Transport, TransportParameters
 from hurray_wire.transport.settings import check_settings
 
@@ -97,6 +98,10 @@ class UcxConfig:
     net_devices: tuple[str, ...] = ("lo",)
     """Devices that carry data, as UCX names them (`eth0`, `mlx5_0:1`). UCX trusts whoever reaches them."""
 
+    trusted: tuple[str, ...] = ()
+    """Networks ("10.0.0.0/24") and devices that nobody reaches who may not read and write this process. UCX starts on
+    these and on loopback alone."""
+
     tls: tuple[str, ...] = ("tcp",)
     """UCX transports to use where present, for example ("tcp", "rc", "cuda")."""
 
@@ -121,6 +126,9 @@ class UcxConfig:
             _require(bool(values), name, values, "at least one")
             for value in values:
                 _require(bool(pattern.fullmatch(value)), name, value, f"names that match {pattern.pattern}")
+        for value in self.trusted:
+            known = is_network(value) or bool(_DEVICE_NAME.fullmatch(value))
+            _require(known, "trusted", value, 'networks, as in "10.0.0.0/24", and names of devices')
         _require(1024 <= self.first_port <= 65535, "first_port", self.first_port, "1024 to 65535")
         _require(self.first_port <= self.last_port <= 65535, "last_port", self.last_port, "first_port to 65535")
         for name, least, most in (
@@ -132,6 +140,10 @@ class UcxConfig:
         ):
             value = getattr(self, name)
             _require(least <= value <= most, name, value, f"{least} to {most}")
+
+    def check_trusted(self) -> None:
+        """Raise Misuse for a device that strangers may reach, as it is now."""
+        _networks.check_trusted(self.net_devices, self.trusted, "ucx.trusted")
 
 
 def _require(holds: bool, name: str, offered: object, required: str) -> None:
@@ -430,6 +442,7 @@ class UcxTransport(Transport):
     kind: ClassVar[str] = "ucx"
 
     def __init__(self, config: UcxConfig) -> None:
+        config.check_trusted()
         self._config = config
         self._ucxx = _load_ucxx()
         self._closed = False

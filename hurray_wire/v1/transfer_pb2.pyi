@@ -119,14 +119,16 @@ class SessionResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Hello, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "incarnation", "transports")
+    __slots__ = ("protocol_version", "incarnation", "transports", "identity")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     incarnation: int
     transports: _containers.RepeatedCompositeFieldContainer[Transport]
-    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ...) -> None: ...
+    identity: str
+    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ..., identity: _Optional[str] = ...) -> None: ...
 
 class Bye(_message.Message):
     __slots__ = ()

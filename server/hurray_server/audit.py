@@ -1,7 +1,8 @@
-"""Who did what, or was refused and why: one line per call, when it is over, under the logger `hurray.audit`.
+"""Who did what, or was refused and why: one line per call, under the logger `hurray.audit`.
 
-One JSON object a line, to a file of its own where the configuration names one, else to standard error among the other
-lines; at every level of the log. It holds names, numbers and reasons: no token, no key, no byte of a cache.
+Written when the call is over, for a session when it is open. One JSON object a line, to a file of its own where the
+configuration names one, else to standard error among the other lines; at every level of the log. It holds names, numbers
+and reasons: no token, no key, no byte of a cache.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Decision:
     address: str
     principal: Principal | None = None
     facts: dict[str, object] = field(default_factory=dict)
+    told: bool = False
 
     @property
     def caller(self) -> Principal:
@@ -58,7 +60,10 @@ class Audit:
         self._logger.handlers[:] = [handler]
 
     def record(self, decision: Decision, error: HurrayError | None) -> None:
-        """The call is over: it was allowed and ended like this, or it was refused."""
+        """The call is over: it was allowed and ended like this, or it was refused. Once for each."""
+        if decision.told:
+            return
+        decision.told = True
         refused = error is not None and error.code in _REFUSED
         line: dict[str, object] = {
             "timestamp": datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),

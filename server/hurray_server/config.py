@@ -10,11 +10,10 @@ import ipaddress
 import json
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -24,11 +23,8 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from hurray_server.grants import Grant, Right
 from hurray_server.mover_config import TransportsConfig
-from hurray_server.principal import TenantNames
-from hurray_server.quotas import Quota
-from hurray_wire.credentials import NAME, TENANT_URI, Credentials
+from hurray_server.trust_config import AuditConfig, DataConfig, GrantConfig, QuotaConfig, Section, TlsConfig
 from hurray_wire.errors import InvalidRequest, Misuse
 from hurray_wire.image import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, align
 from hurray_wire.limits import MAX_WINDOW, PAGE_BYTES, Limits
@@ -44,11 +40,7 @@ DEFAULT_CONFIG_PATH = Path("/etc/hurray/hurrayd.toml")
 _LIMITS = Limits()
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ArenaConfig(_Section):
+class ArenaConfig(Section):
     """Memory that snapshots are received and held in."""
 
     bytes: ByteSize = Field(default=ByteSize(1 << 30), ge=1 << 20, le=1 << 46)
@@ -57,7 +49,7 @@ class ArenaConfig(_Section):
     """Touch all of it in the background after the start: the first touch is far slower than any copy later."""
 
 
-class LeaseConfig(_Section):
+class LeaseConfig(Section):
     """How long snapshots are kept."""
 
     default_s: float = Field(default=60.0, gt=0)
@@ -71,7 +63,7 @@ class LeaseConfig(_Section):
         return self
 
 
-class LimitsConfig(_Section):
+class LimitsConfig(Section):
     """What peers may ask for."""
 
     max_tensors: int = Field(default=_LIMITS.max_tensors, ge=1)
@@ -86,7 +78,7 @@ class LimitsConfig(_Section):
     """Calls at a time: sessions, transfers, waits for a key and all others."""
 
 
-class ShmSection(_Section):
+class ShmSection(Section):
     """Shared memory, for processes of this host."""
 
     path: str | None = None
@@ -100,7 +92,7 @@ class ShmSection(_Section):
         return value
 
 
-class TcpSection(_Section):
+class TcpSection(Section):
     """Plain sockets, for trusted networks: nothing on them is encrypted."""
 
     listen: str | None = None
@@ -109,7 +101,7 @@ class TcpSection(_Section):
     """Host by which peers reach it, if not as it is listened at. A name is looked up once, at the start."""
 
 
-class TransferConfig(_Section):
+class TransferConfig(Section):
     """How transfers run."""
 
     window: int | None = Field(default=None, ge=1, le=MAX_WINDOW)
@@ -127,89 +119,11 @@ class TransferConfig(_Section):
         return value
 
 
-class LogConfig(_Section):
+class LogConfig(Section):
     """The log, on standard error."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["json", "text"] = "json"
-
-
-class TlsFiles(_Section):
-    """A certificate of this node, PEM, then the ones between it and the authority; and its key, not encrypted."""
-
-    certificate: Path
-    key: Path
-
-
-class TlsConfig(TlsFiles):
-    """Who this node is and whose certificates it takes. Files are read again after they change."""
-
-    ca: Path
-    """The authorities that callers' certificates must come from, PEM."""
-    tenants: str = TENANT_URI
-    """SPIFFE URI of tenants, with {tenant} where the name is. Without a SPIFFE URI the common name is the tenant."""
-    data: TlsFiles | None = None
-    """What the data plane shows, whose process holds this key and not the other; None: the same."""
-
-    @field_validator("tenants")
-    @classmethod
-    def _check_tenants(cls, value: str) -> str:
-        TenantNames(value)
-        return value
-
-    @property
-    def credentials(self) -> Credentials:
-        """Of the control plane."""
-        return Credentials(self.certificate, self.key, self.ca)
-
-    @property
-    def data_credentials(self) -> Credentials:
-        """Of the data plane."""
-        own = self.data or self
-        return Credentials(own.certificate, own.key, self.ca)
-
-
-TenantName = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
-
-
-class GrantConfig(_Section):
-    """What a tenant may do beyond what is its own."""
-
-    tenant: TenantName
-    prefix: str | None = None
-    """With all keys that begin with this: "" or whole parts of a key, as in "a/shared/". None: for admin alone."""
-    may: tuple[Literal["put", "get", "list", "delete", "admin"], ...] = Field(min_length=1)
-
-    @model_validator(mode="after")
-    def _check_prefix(self) -> GrantConfig:
-        if self.prefix is None:
-            if set(self.may) != {"admin"}:
-                raise ValueError("prefix is missing: only admin goes without")
-        elif self.prefix and not self.prefix.endswith("/"):
-            raise ValueError(f'prefix is "{self.prefix}": it must end with "/", or others that begin so would match')
-        return self
-
-    @property
-    def grant(self) -> Grant:
-        """As it is asked for."""
-        return Grant(self.tenant, self.prefix or "", frozenset(Right(name) for name in self.may))
-
-
-class QuotaConfig(_Section):
-    """How much one tenant may have; what is not given is as in `quotas.default`, and without bound there."""
-
-    bytes: ByteSize | None = Field(default=None, ge=0)
-    """Memory of its snapshots."""
-    snapshots: int | None = Field(default=None, ge=0)
-    transfers: int | None = Field(default=None, ge=0)
-    """Puts and gets at a time, those that wait for a key included."""
-
-
-class AuditConfig(_Section):
-    """Who did what: one JSON object a line."""
-
-    path: Path | None = None
-    """The file; None: standard error."""
 
 
 class Config(BaseSettings):
@@ -266,7 +180,7 @@ class Config(BaseSettings):
     @field_validator("ucx", mode="before")
     @classmethod
     def _split_ucx_names(cls, value: Any) -> Any:
-        return split_names(value, "net_devices", "tls")
+        return split_names(value, "net_devices", "tls", "trusted")
 
     @model_validator(mode="after")
     def _check_addresses(self) -> Config:
@@ -284,46 +198,72 @@ class Config(BaseSettings):
             raise ValueError("grants need [tls]: without identities everyone is one tenant")
         if host in ("0.0.0.0", "::") and self.advertise is None:  # noqa: S104 -- compared, not bound
             raise ValueError(f"listen is {self.listen}: say by which address peers reach it (advertise)")
-        if "tcp" in (self.transports or ()) and self._without_tcp is not None:
-            raise ValueError(f"transports has tcp: {self._without_tcp}")
-        tcp_host, _ = self.tcp_listen
-        if self.tcp.listen is not None and tcp_host in ("0.0.0.0", "::") and self.tcp.advertise is None:  # noqa: S104
-            raise ValueError(f"tcp.listen is {self.tcp.listen}: say by which address peers reach it (tcp.advertise)")
+        without = self._without
+        for kind in self.transports or ():
+            if kind in without:
+                raise ValueError(f"transports has {kind}: {without[kind]}")
+        data = self.tls.data if self.tls is not None else DataConfig()
+        for name, section in (("tcp", self.tcp), ("tls.data", data)):
+            if section.listen is None:
+                continue
+            listened, _ = split_address(section.listen)
+            if listened in ("0.0.0.0", "::") and section.advertise is None:  # noqa: S104 -- compared, not bound
+                raise ValueError(
+                    f"{name}.listen is {section.listen}: say by which address peers reach it ({name}.advertise)"
+                )
         return self
 
     @property
     def tcp_listen(self) -> tuple[str, int]:
         """Host and port that the transport tcp listens at."""
-        if self.tcp.listen is not None:
-            return split_address(self.tcp.listen)
+        return split_address(self.tcp.listen) if self.tcp.listen is not None else self._next_port
+
+    @property
+    def _next_port(self) -> tuple[str, int]:
+        """Host of the control plane and the port after its own, which counts only where it is one."""
         host, port = split_address(self.listen)
         return host, port + 1 if port else 0
 
     @property
-    def _without_tcp(self) -> str | None:
-        """Why there is no tcp unless more is said; None: there may be."""
-        host, port = self.tcp_listen
-        if self.tcp.listen is None and not is_loopback(host):
-            return (
-                f"listen is {self.listen}, not loopback, and tcp is not encrypted: tcp.listen names a trusted network"
-            )
-        return None if port <= 65535 else f"there is no port after that of listen, {self.listen}: say tcp.listen"
+    def _without(self) -> dict[str, str]:
+        """Transports that there cannot be unless more is said, and why."""
+        found: dict[str, str] = {}
+        host, port = self._next_port
+        no_port = f"there is no port after that of listen, {self.listen}" if port > 65535 else None
+        if self.tls is None:
+            found["tls"] = "it needs certificates ([tls])"
+        elif self.tls.data.listen is None and no_port:
+            found["tls"] = f"{no_port}: say tls.data.listen"
+        if self.tls is not None and not self.ucx.trusted:
+            found["ucx"] = "whoever reaches it need not show a certificate: ucx.trusted names where that may be"
+        if self.tcp.listen is None:
+            if self.tls is not None or not is_loopback(host):
+                found["tcp"] = "nothing encrypts it: tcp.listen names a trusted network"
+            elif no_port:
+                found["tcp"] = f"{no_port}: say tcp.listen"
+        return found
 
     @property
     def left_out(self) -> dict[str, str]:
         """Transports that this configuration leaves out by itself, and why."""
-        reason = self._without_tcp
-        return {} if self.transports is not None or reason is None else {"tcp": reason}
+        return self._without if self.transports is None else {}
 
     @property
     def transports_config(self) -> TransportsConfig:
         """What the mover is told to start."""
-        host, port = self.tcp_listen
-        port = min(port, 65535)  # counts only where tcp does, and then it is checked
-        tcp = SocketConfig(listen_host=host, listen_port=port, advertised_host=self.tcp.advertise)
+        tcp = _sockets(self.tcp_listen, self.tcp.advertise)
         shm = ShmConfig(path=self.shm.path or DEFAULT_PATH, listens=True)
+        if self.tls is None:
+            tls = credentials = None
+        else:
+            data, credentials = self.tls.data, self.tls.data_credentials
+            listen = split_address(data.listen) if data.listen is not None else self._next_port
+            advertised = data.advertise
+            if advertised is None and data.listen is None and self.advertise is not None:
+                advertised, _ = split_address(self.advertise)
+            tls = _sockets(listen, advertised)
         if self.transports is not None:
-            return TransportsConfig(self.transports, shm=shm, tcp=tcp, ucx=self.ucx)
+            return TransportsConfig(self.transports, shm=shm, tcp=tcp, ucx=self.ucx, tls=tls, credentials=credentials)
         return TransportsConfig(
             kinds=tuple(kind for kind in KINDS if kind not in self.left_out),
             optional=("ucx",) if self.shm.path else ("shm", "ucx"),
@@ -331,18 +271,9 @@ class Config(BaseSettings):
             shm=shm,
             tcp=tcp,
             ucx=self.ucx,
+            tls=tls,
+            credentials=credentials,
         )
-
-    @property
-    def quota_table(self) -> tuple[Quota, dict[str, Quota]]:
-        """The quota of tenants that have none of their own, and those of the others."""
-        default = Quota(**self.quotas.get("default", QuotaConfig()).model_dump())
-        own = {
-            tenant: replace(default, **quota.model_dump(exclude_none=True))
-            for tenant, quota in self.quotas.items()
-            if tenant != "default"
-        }
-        return default, own
 
     @property
     def wire_limits(self) -> Limits:
@@ -399,6 +330,11 @@ def _check(make: Callable[[], object]) -> None:
         make()
     except Misuse as error:
         raise ValueError(error.message) from None
+
+
+def _sockets(listen: tuple[str, int], advertised_host: str | None) -> SocketConfig:
+    host, port = listen
+    return SocketConfig(listen_host=host, listen_port=min(port, 65535), advertised_host=advertised_host)
 
 
 def split_address(address: str) -> tuple[str, int]:

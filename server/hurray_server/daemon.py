@@ -16,8 +16,9 @@ from hurray_server.audit import Audit
 from hurray_server.config import Config, is_loopback, split_address
 from hurray_server.identity import make_callers
 from hurray_server.node import Node
+from hurray_server.rpc import MalformedRequests, OtherServices
 from hurray_server.server_credentials import ServerCredentials
-from hurray_server.service import MalformedRequests, OtherServices, Service
+from hurray_server.service import Service
 from hurray_wire.errors import InternalError, InvalidRequest
 from hurray_wire.v1 import transfer_pb2, transfer_pb2_grpc
 

@@ -39,7 +39,11 @@ def hurrayd(  # noqa: PLR0917 -- typer's options, given by name
     arena: Annotated[str | None, typer.Option(help='Memory for snapshots, as "64GiB" or a number of bytes.')] = None,
     net_device: Annotated[
         list[str] | None,
-        typer.Option(help="Network device that UCX uses, and that nobody reaches who is not trusted. Repeatable."),
+        typer.Option(help="Network device that UCX uses, on networks that --ucx-trusted names. Repeatable."),
+    ] = None,
+    ucx_trusted: Annotated[
+        list[str] | None,
+        typer.Option(help="Network, as 10.0.0.0/24, that nobody reaches who is not trusted. Repeatable."),
     ] = None,
     insecure: Annotated[
         bool | None, typer.Option("--insecure", help="Serve everyone who reaches an address that is not loopback.")
@@ -68,7 +72,10 @@ def hurrayd(  # noqa: PLR0917 -- typer's options, given by name
         "advertise": advertise,
         "node": node,
         "arena": {"bytes": arena},
-        "ucx": {"net_devices": tuple(net_device) if net_device else None},
+        "ucx": {
+            "net_devices": tuple(net_device) if net_device else None,
+            "trusted": tuple(ucx_trusted) if ucx_trusted else None,
+        },
         "insecure": insecure,
         "drain_s": drain_s,
         "log": {"level": log_level, "format": log_format},

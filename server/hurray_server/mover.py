@@ -45,7 +45,7 @@ from hurray_wire.payload import ImageSource, ImageTarget
 from hurray_wire.status import from_status, to_status
 from hurray_wire.transport.base import Transport
 from hurray_wire.transport.shm import ShmConfig, ShmTransport
-from hurray_wire.transport.tls import TcpTransport
+from hurray_wire.transport.tls import TcpTransport, TlsTransport
 from hurray_wire.transport.ucx import UcxTransport, has_fabric, loaded_ucx, why_no_ucx
 from hurray_wire.v1 import mover_pb2 as mpb
 from hurray_wire.v1 import transfer_pb2 as pb
@@ -359,6 +359,7 @@ def _makers(config: TransportsConfig) -> dict[str, Callable[[], Transport]]:
     return {
         "shm": lambda: _make_shm(config.shm),
         "tcp": lambda: TcpTransport(config.tcp),
+        "tls": lambda: _make_tls(config),
         "ucx": lambda: UcxTransport(config.ucx),
     }
 
@@ -367,6 +368,12 @@ def _make_shm(config: ShmConfig) -> ShmTransport:
     with suppress(OSError):  # what keeps it from being there keeps it from being listened in, which says so
         Path(config.path).parent.mkdir(mode=0o755, exist_ok=True)
     return ShmTransport(config)
+
+
+def _make_tls(config: TransportsConfig) -> TlsTransport:
+    assert config.tls is not None, "left out without certificates"
+    assert config.credentials is not None
+    return TlsTransport(config.tls, config.credentials)
 
 
 def _describe_ucx() -> str:

@@ -1,11 +1,13 @@
-"""What a mover is started with. It goes as one argument of its command line, and holds no secret."""
+"""What a mover is started with. It goes as one argument of its command line, and holds no secret: of keys the paths."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from hurray_wire.credentials import Credentials
 from hurray_wire.limits import Limits
 from hurray_wire.transport.shm import ShmConfig
 from hurray_wire.transport.tls import SocketConfig
@@ -23,6 +25,10 @@ class TransportsConfig:
     tcp: SocketConfig
     ucx: UcxConfig
 
+    tls: SocketConfig | None = None
+    credentials: Credentials | None = None
+    """Of the transport tls."""
+
     optional: tuple[str, ...] = ()
     """Those left out where they cannot be had: shm that cannot listen, UCX that is not installed."""
 
@@ -34,6 +40,7 @@ class TransportsConfig:
         places = {
             "shm": f"at {self.shm.path}",
             "tcp": f"at {self.tcp.listen_host}, port {self.tcp.listen_port or 'any'}",
+            "tls": f"at {self.tls.listen_host}, port {self.tls.listen_port or 'any'}" if self.tls else "",
             "ucx": f"on {', '.join(self.ucx.net_devices)}",
         }
         return [
@@ -55,17 +62,23 @@ class MoverConfig:
 
     def to_json(self) -> str:
         """As an argument."""
-        return json.dumps(asdict(self))
+        return json.dumps(asdict(self), default=str)  # paths
 
     @classmethod
     def from_json(cls, text: str) -> MoverConfig:
         """From an argument."""
         values: dict[str, Any] = json.loads(text)
         transports = _with_tuples(values.pop("transports"))
-        shm, tcp = ShmConfig(**transports.pop("shm")), SocketConfig(**transports.pop("tcp"))
-        ucx = UcxConfig(**_with_tuples(transports.pop("ucx")))
+        tls, paths = transports.pop("tls"), transports.pop("credentials")
         return cls(
-            transports=TransportsConfig(shm=shm, tcp=tcp, ucx=ucx, **transports),
+            transports=TransportsConfig(
+                shm=ShmConfig(**transports.pop("shm")),
+                tcp=SocketConfig(**transports.pop("tcp")),
+                ucx=UcxConfig(**_with_tuples(transports.pop("ucx"))),
+                tls=tls and SocketConfig(**tls),
+                credentials=paths and Credentials(**{name: Path(path) for name, path in paths.items()}),
+                **transports,
+            ),
             limits=Limits(**values.pop("limits")),
             **values,
         )

@@ -22,6 +22,8 @@ from hurray_server.requests import Requests
 from hurray_server.sessions import Sessions
 from hurray_server.store import Snapshot, Store
 from hurray_server.transfers import Transfer
+from hurray_server.trust_config import read_quotas
+from hurray_wire.credentials import WatchedCredentials
 from hurray_wire.errors import HurrayError, LimitExceeded, NodeDraining
 from hurray_wire.v1 import mover_pb2 as mpb
 
@@ -48,8 +50,10 @@ class Node:
             on_peer_lost=self._peer_lost,
         )
         self.limits: Final = config.wire_limits
-        self.sessions: Final = Sessions(self.link, max_sessions=config.limits.max_sessions)
-        self.quotas: Final = Quotas(*config.quota_table)
+        self.sessions: Final = Sessions(
+            self.link, max_sessions=config.limits.max_sessions, data_identity=_data_identity(config)
+        )
+        self.quotas: Final = Quotas(*read_quotas(config.quotas))
         self._charges: dict[int, Charge] = {}
         self.store: Final = Store(self._free, max_snapshots=config.limits.max_snapshots)
         self.requests: Final = Requests()
@@ -192,3 +196,10 @@ class Node:
         lost = self.store.lose_all(self.now_s())
         self.requests.forget_receipts()
         _log.error("what the mover held is lost", snapshots=lost, error=str(error))
+
+
+def _data_identity(config: Config) -> Callable[[], str]:
+    """Whose the certificate of the tls data connections is, as it is now; "" where there are none."""
+    if config.tls is None:
+        return str
+    return WatchedCredentials(config.tls.data_credentials, lambda pem: pem.identity, section="tls.data").current

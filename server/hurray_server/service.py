@@ -5,16 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import functools
 import hashlib
-import inspect
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
 from importlib.metadata import version
-from typing import Any, Final, NoReturn, Self, TypeVar
+from typing import Any, Final, TypeVar
 
-import grpc
 import structlog
 from google.protobuf.message import DecodeError
 from structlog.contextvars import bind_contextvars
@@ -25,14 +21,13 @@ from hurray_server.identity import Callers
 from hurray_server.node import Node
 from hurray_server.principal import Principal
 from hurray_server.requests import Running
+from hurray_server.rpc import Context, answers, not_a_message
 from hurray_server.store import Pin, Snapshot
 from hurray_server.transfers import GetTransfer, PutTransfer, Transfer
 from hurray_wire.dtypes import BY_TAG
 from hurray_wire.errors import (
-    Cancelled,
     DeadlineExceeded,
     HurrayError,
-    InternalError,
     InvalidRequest,
     KeyNotFound,
     PeerUnavailable,
@@ -51,10 +46,9 @@ from hurray_wire.messages import (
     read_offer,
     to_duration,
 )
-from hurray_wire.status import STATUS_TRAILER, to_status
 from hurray_wire.v1 import mover_pb2 as mpb
-from hurray_wire.v1 import transfer_pb2, transfer_pb2_grpc
 from hurray_wire.v1 import transfer_pb2 as pb
+from hurray_wire.v1 import transfer_pb2_grpc
 
 _log = structlog.get_logger("hurray.service")
 
@@ -71,139 +65,8 @@ INLINE_TOKEN_COUNTS: Final = 1 << 14
 SCHEME_TAGS: Final = (0x01, 0x02, 0x03)
 """Quantization schemes of the format that are taken."""
 
-_METHODS: Final = f"/{transfer_pb2.DESCRIPTOR.services_by_name['TransferService'].full_name}/"
-
 LIST_DEFAULT: Final = 100
 LIST_MAX: Final = 1000
-
-Context = grpc.aio.ServicerContext[Any, Any]
-
-
-def _answers(method: Callable[..., Awaitable[Any]]) -> Callable[[Any, Any, Context], Awaitable[Any]]:
-    """Find out who calls, end the call with the status of what its handler raised, and tell the audit log. A fault of
-    ours is logged and told by its log id only."""
-    action = method.__name__.lower()
-
-    @functools.wraps(method)
-    async def handler(self: Service, request: object, context: Context) -> object:
-        # Each call is a task of its own, and so is its logging context.
-        bind_contextvars(method=method.__name__, address=context.peer())
-        decision = Decision(action, context.peer())
-        ended: HurrayError | None = Cancelled("the caller went away")
-        try:
-            decision.principal = self.callers.principal(context)
-            if isinstance(request, _Malformed):
-                raise _not_a_message()
-            if isinstance(request, AsyncIterator):
-                request = _Requests(context)
-            answer = await method(self, request, context, decision)
-            ended = None
-            return answer
-        except HurrayError as error:
-            _log.info("call failed", reason=error.reason, error=str(error))
-            # Without its traceback, for the same reason: the call keeps its last exception.
-            ended = error.with_traceback(None)
-            await _abort(context, ended)
-        except grpc.aio.AbortError:
-            raise
-        except Exception:
-            log_id = uuid.uuid4().hex[:12]
-            _log.exception("internal error", log_id=log_id)
-            ended = InternalError("a fault of the node; its log has the cause", log_id=log_id)
-            await _abort(context, ended)
-        finally:
-            if ended is not None or action != "getnode":  # which everyone asks, often, and who has an identity may
-                self.audit.record(decision, ended)
-
-    return handler
-
-
-async def _abort(context: Context, error: HurrayError) -> NoReturn:
-    code, status = getattr(grpc.StatusCode, error.code), to_status(error)
-    await context.abort(code, status.message, ((STATUS_TRAILER, status.SerializeToString()),))
-    raise AssertionError("abort raises")
-
-
-class _Requests:
-    """The messages of a stream. gRPC's own iterator keeps the last one in a cycle with its call, until some collection
-    of garbage: a hostile offer takes hundreds of megabytes."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Any:
-        message = await self._context.read()
-        if message is grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in the stubs
-            raise StopAsyncIteration
-        return message
-
-
-class _Malformed:
-    """Stands for a request that could not be parsed."""
-
-
-class MalformedRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic when it runs
-    """Lets a request that cannot be parsed reach its handler, which refuses it by name: gRPC would log it as a fault of
-    this program. Requests of streams are parsed where they are read."""
-
-    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """See grpc.aio.ServerInterceptor."""
-        handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming or not handler_call_details.method.startswith(_METHODS):
-            return handler
-
-        def parse(data: bytes) -> object:
-            try:
-                return handler.request_deserializer(data)
-            except DecodeError:
-                return _Malformed()
-
-        return grpc.unary_unary_rpc_method_handler(handler.unary_unary, parse, handler.response_serializer)
-
-
-class OtherServices(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic when it runs
-    """Health and reflection answer whoever may call the service itself: a certificate that is a tenant's."""
-
-    def __init__(self, callers: Callers, audit: Audit) -> None:
-        self._callers = callers
-        self._audit = audit
-
-    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """See grpc.aio.ServerInterceptor."""
-        handler, method = await continuation(handler_call_details), handler_call_details.method
-        if handler is None or method.startswith(_METHODS):
-            return handler
-        requests = "stream" if handler.request_streaming else "unary"
-        responses = "stream" if handler.response_streaming else "unary"
-        behave = getattr(handler, f"{requests}_{responses}")
-
-        async def answer(request: Any, context: Context) -> Any:
-            await self._admit(method, context)
-            return await behave(request, context)
-
-        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            await self._admit(method, context)
-            async for message in behave(request, context):
-                yield message
-
-        guarded = stream if inspect.isasyncgenfunction(behave) else answer
-        make = getattr(grpc, f"{requests}_{responses}_rpc_method_handler")
-        return make(guarded, handler.request_deserializer, handler.response_serializer)
-
-    async def _admit(self, method: str, context: Context) -> None:
-        try:
-            self._callers.principal(context)
-        except HurrayError as error:
-            _log.info("call failed", method=method, reason=error.reason, error=str(error))
-            self._audit.record(Decision(method, context.peer()), error)
-            await _abort(context, error)
-
-
-def _not_a_message() -> ProtocolViolation:
-    return ProtocolViolation("not a message of this service", field="message", offered="bytes that cannot be parsed")
 
 
 class Service(transfer_pb2_grpc.TransferServiceServicer):
@@ -217,7 +80,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
 
     # --- the node -------------------------------------------------------------------------------------------------
 
-    @_answers
+    @answers
     async def GetNode(self, _: pb.GetNodeRequest, __: Context, ___: Decision) -> pb.GetNodeResponse:
         """See the contract."""
         node, limits = self._node, self._node.limits
@@ -245,7 +108,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
             ucx=mover.ucx,
         )
 
-    @_answers
+    @answers
     async def Session(self, requests: AsyncIterator[pb.SessionRequest], context: Context, decision: Decision) -> None:
         """See the contract."""
         first = await _first(requests, context)
@@ -253,7 +116,8 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
             raise ProtocolViolation("a session begins with Hello", offered=first.WhichOneof("message"))
         self._node.require_not_draining()
         session, welcome = await self._node.sessions.open(decision.caller, first.hello)
-        decision.facts["peer"] = f"{session.incarnation:016x}"
+        decision.facts.update(peer=f"{session.peer:016x}", transports=session.transports)
+        self.audit.record(decision, None)
         orderly = False
         heard = asyncio.ensure_future(anext(requests, None))
         try:
@@ -265,7 +129,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
             try:
                 message = heard.result()
             except DecodeError:
-                raise _not_a_message() from None
+                raise not_a_message() from None
             orderly = message is not None and message.WhichOneof("message") == "bye"
             if message is not None and not orderly:
                 raise ProtocolViolation("unexpected message", offered=message.WhichOneof("message"), required="bye")
@@ -275,7 +139,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
         if orderly:
             await context.write(pb.SessionResponse(bye=pb.Bye()))
 
-    @_answers
+    @answers
     async def Drain(self, request: pb.DrainRequest, _: Context, decision: Decision) -> pb.DrainResponse:
         """See the contract."""
         decision.caller.require_admin()
@@ -288,7 +152,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
 
     # --- transfers ------------------------------------------------------------------------------------------------
 
-    @_answers
+    @answers
     async def Put(self, requests: AsyncIterator[pb.PutRequest], context: Context, decision: Decision) -> None:
         """See the contract."""
         principal = decision.caller
@@ -368,7 +232,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
             undo.pop_all()
             return transfer
 
-    @_answers
+    @answers
     async def Get(self, requests: AsyncIterator[pb.GetRequest], context: Context, decision: Decision) -> None:
         """See the contract."""
         principal, node = decision.caller, self._node
@@ -456,7 +320,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
 
     # --- snapshots ------------------------------------------------------------------------------------------------
 
-    @_answers
+    @answers
     async def Stat(self, request: pb.StatRequest, _: Context, decision: Decision) -> pb.StatResponse:
         """See the contract."""
         _name(decision, request, Right.GET)
@@ -465,7 +329,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
         response.token_counts.extend(snapshot.contents.counts())
         return response
 
-    @_answers
+    @answers
     async def List(self, request: pb.ListRequest, _: Context, decision: Decision) -> pb.ListResponse:
         """See the contract."""
         if request.prefix:
@@ -486,7 +350,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
             response.next_page_token = base64.urlsafe_b64encode(response.snapshots[-1].key.encode()).decode()
         return response
 
-    @_answers
+    @answers
     async def Delete(self, request: pb.DeleteRequest, _: Context, decision: Decision) -> pb.DeleteResponse:
         """See the contract."""
         _name(decision, request, Right.DELETE)
@@ -495,7 +359,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
         _log.info("snapshot deleted", key=snapshot.key, generation=snapshot.generation)
         return pb.DeleteResponse(generation=snapshot.generation)
 
-    @_answers
+    @answers
     async def Renew(self, request: pb.RenewRequest, _: Context, decision: Decision) -> pb.RenewResponse:
         """See the contract."""
         _name(decision, request, Right.PUT)
@@ -571,7 +435,7 @@ async def _first(requests: AsyncIterator[MessageT], context: Context) -> Message
     except StopAsyncIteration:
         raise ProtocolViolation("the stream ended before its first message") from None
     except DecodeError:
-        raise _not_a_message() from None
+        raise not_a_message() from None
     except TimeoutError:
         raise DeadlineExceeded(
             "no first message in time", stage="open", budget_s=FIRST_MESSAGE_S, peer=context.peer()
@@ -594,7 +458,7 @@ async def _pump(
                 transfer.input(message)
                 await drain()
         except DecodeError:
-            transfer.cancel(_not_a_message())
+            transfer.cancel(not_a_message())
         except Exception:  # whatever gRPC raises on a stream that cannot be read: it is broken
             transfer.stream_lost()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -16,9 +18,9 @@ from hurray_wire.errors import (
     InvalidRequest,
     LimitExceeded,
     PeerUnavailable,
-    PermissionDenied,
 )
 from hurray_wire.messages import PROTOCOL_VERSION, choose_transport
+from hurray_wire.transport.tls import EXPECTED_IDENTITY
 from hurray_wire.v1 import transfer_pb2 as pb
 
 _log = structlog.get_logger("hurray.sessions")
@@ -33,6 +35,9 @@ class Session:
 
     principal: Principal
     incarnation: int
+    """By which the peer names it."""
+    peer: int
+    """By which the mover names it: what one tenant calls its own says nothing of another's."""
     ended: asyncio.Future[HurrayError] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     is_open: bool = False
     transports: tuple[str, ...] = ()
@@ -44,12 +49,15 @@ class Session:
 
 
 class Sessions:
-    """Sessions by the incarnation of the peer: one each."""
+    """Sessions by tenant and incarnation of the peer: one each. `data_identity`: whose the certificate of this node's
+    tls data connections is."""
 
-    def __init__(self, link: MoverLink, *, max_sessions: int) -> None:
+    def __init__(self, link: MoverLink, *, max_sessions: int, data_identity: Callable[[], str] = str) -> None:
         self._link = link
         self._max_sessions = max_sessions
-        self._sessions: dict[int, Session] = {}
+        self._data_identity = data_identity
+        self._sessions: dict[tuple[str, int], Session] = {}
+        self._by_peer: dict[int, Session] = {}
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -57,8 +65,7 @@ class Sessions:
     async def open(self, principal: Principal, hello: pb.Hello) -> tuple[Session, pb.Hello]:
         """Connect to a peer; the session, and what to answer.
 
-        Raises CapabilityMismatch (version, transports, settings), PermissionDenied, LimitExceeded, PeerUnavailable,
-        DataPlaneUnavailable.
+        Raises CapabilityMismatch (version, transports, settings), LimitExceeded, PeerUnavailable, DataPlaneUnavailable.
         """
         _check_hello(hello)
         mover = self._link.require_up("session")
@@ -66,7 +73,7 @@ class Sessions:
         choose_transport([ours.kind for ours in mover.transports], offered)
         session = self._register(principal, hello.incarnation)
         try:
-            opened = await self._link.open_peer(hello.incarnation, hello.transports)
+            opened = await self._link.open_peer(session.peer, _verified(hello.transports, principal))
         except BaseException:
             await self.close(session, abort=True)
             raise
@@ -74,7 +81,9 @@ class Sessions:
         session.transports = tuple(ours.kind for ours in mover.transports if ours.kind in opened)
         _log.info(
             "session opened",
-            peer=f"{hello.incarnation:016x}",
+            peer=f"{session.peer:016x}",
+            incarnation=f"{hello.incarnation:016x}",
+            tenant=principal.tenant,
             address=principal.address,
             transports=session.transports,
         )
@@ -83,30 +92,29 @@ class Sessions:
             incarnation=mover.incarnation,
             # No address for what it does not use: some hold a secret. Those that did not open it refuses by itself.
             transports=[ours for ours in mover.transports if ours.kind in offered],
+            identity=self._data_identity(),
         )
 
     def find(self, principal: Principal, incarnation: int) -> Session:
-        """The open session of a peer. Raises PeerUnavailable, PermissionDenied."""
-        session = self._sessions.get(incarnation)
+        """The open session of a peer. Raises PeerUnavailable: also where another tenant has one of that name."""
+        session = self._sessions.get((principal.tenant, incarnation))
         if session is None or not session.is_open:
             raise PeerUnavailable("this process has no open session here", stage="session", peer=f"{incarnation:016x}")
-        _check_owner(session, principal)
         return session
 
     async def close(self, session: Session, *, abort: bool) -> None:
         """End it and its connection; one that was replaced or lost meanwhile has none."""
-        if self._sessions.get(session.incarnation) is session:
-            del self._sessions[session.incarnation]
-            _log.info("session closed", peer=f"{session.incarnation:016x}", aborted=abort)
-            closed = self._link.close_peer(session.incarnation, abort=abort)
+        if self._forget(session):
+            _log.info("session closed", peer=f"{session.peer:016x}", aborted=abort)
+            closed = self._link.close_peer(session.peer, abort=abort)
             if not abort:
                 await closed
 
-    def lose(self, incarnation: int, error: HurrayError) -> None:
+    def lose(self, peer: int, error: HurrayError) -> None:
         """The mover lost the connection to a peer."""
-        session = self._sessions.pop(incarnation, None)
-        if session is not None:
-            _log.warning("session lost", peer=f"{incarnation:016x}", error=str(error))
+        session = self._by_peer.get(peer)
+        if session is not None and self._forget(session):
+            _log.warning("session lost", peer=f"{peer:016x}", error=str(error))
             session.end(error)
 
     def end_all(self, error: HurrayError) -> None:
@@ -116,13 +124,21 @@ class Sessions:
 
     def lose_all(self, error: HurrayError) -> None:
         """The mover is gone, and every connection with it."""
-        for incarnation in list(self._sessions):
-            self.lose(incarnation, error)
+        for peer in list(self._by_peer):
+            self.lose(peer, error)
+
+    def _forget(self, session: Session) -> bool:
+        """Whether it was the current one of its name."""
+        if self._by_peer.get(session.peer) is not session:
+            return False
+        del self._by_peer[session.peer]
+        del self._sessions[session.principal.tenant, session.incarnation]
+        return True
 
     def _register(self, principal: Principal, incarnation: int) -> Session:
-        known = self._sessions.get(incarnation)
+        name = principal.tenant, incarnation
+        known = self._sessions.get(name)
         if known is not None:
-            _check_owner(known, principal)
             if not known.is_open:
                 raise PeerUnavailable("a session of this process is being opened", stage="session")
             known.end(PeerUnavailable("this process opened another session", stage="session"))
@@ -134,7 +150,8 @@ class Sessions:
                 offered=len(self._sessions) + 1,
                 required=f"<= {self._max_sessions}",
             )
-        session = self._sessions[incarnation] = Session(principal, incarnation)
+        peer = known.peer if known is not None else uuid.uuid4().int >> 64
+        session = self._sessions[name] = self._by_peer[peer] = Session(principal, incarnation, peer)
         return session
 
 
@@ -154,6 +171,14 @@ def _check_hello(hello: pb.Hello) -> None:
         )
 
 
-def _check_owner(session: Session, principal: Principal) -> None:
-    if session.principal.tenant != principal.tenant:
-        raise PermissionDenied("the session of another tenant", peer=f"{session.incarnation:016x}")
+def _verified(transports: Iterable[pb.Transport], principal: Principal) -> list[pb.Transport]:
+    """Parameters of a peer, with the identity that its tls connection must show: the caller's, whatever it stated."""
+    checked = []
+    for transport in transports:
+        verified = pb.Transport()
+        verified.CopyFrom(transport)
+        verified.settings.pop(EXPECTED_IDENTITY, None)
+        if transport.kind == "tls" and principal.identity is not None:
+            verified.settings[EXPECTED_IDENTITY] = principal.identity
+        checked.append(verified)
+    return checked

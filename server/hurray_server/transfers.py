@@ -68,7 +68,7 @@ class Transfer(ABC, Generic[MessageT]):
             key=key,
             request_id=request_id,
             tenant=session.principal.tenant,
-            peer=f"{session.incarnation:016x}",
+            peer=f"{session.peer:016x}",
         )
         self._overdue = asyncio.get_running_loop().call_later(
             budget_s + OVERDUE_S, node.link.condemn, f"transfer {self.number} is overdue"
@@ -150,7 +150,7 @@ class PutTransfer(Transfer[pb.TargetMessage]):
         node.link.begin_target(
             mpb.BeginTarget(
                 transfer=self.number,
-                peer=session.incarnation,
+                peer=session.peer,
                 offer=without_names(offer),
                 transport=transport,
                 window=window_for(transport, offer.chunk_bytes, node.config.transfers.window),
@@ -253,7 +253,7 @@ class GetTransfer(Transfer[pb.SourceMessage]):
         node.link.begin_source(
             mpb.BeginSource(
                 transfer=self.number,
-                peer=session.incarnation,
+                peer=session.peer,
                 snapshot=contents.memory,
                 offer=offer,
                 budget_s=budget_s,

@@ -53,7 +53,7 @@ class Setup:
         self.offer = Prepared.of(snapshot()).offer("k", 5, annotations={"secret": "s"})
         self.put = PutTransfer(
             self.node,
-            Session(Principal(LOCAL_TENANT, True, "unix:", None, None), 5),
+            Session(Principal(LOCAL_TENANT, True, "unix:", None, None), 5, 5),
             self.offer,
             read_offer(self.offer, self.node.config.wire_limits),
             "ucx",

@@ -1,0 +1,159 @@
+"""gRPC channels to one node: in plain text, or over mutual TLS with credentials that may change while calls run.
+
+A channel keeps the credentials it was made with. After they change on disk the next call gets a new one; an old one is
+closed when the last call on it, a session's included, has ended.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import grpc
+
+from hurray_client.config import ClientConfig
+from hurray_wire.credentials import Credentials, Pem, WatchedCredentials
+from hurray_wire.limits import Limits
+from hurray_wire.v1.transfer_pb2_grpc import TransferServiceStub
+
+LOOK_S: Final = 2.0
+"""How long it may take to find out why a TLS connection is not made."""
+
+LOOK_AGAIN_S: Final = 5.0
+
+
+def channel_options(config: ClientConfig) -> list[tuple[str, Any]]:
+    """gRPC's settings for a channel: message size, keepalive, and reconnecting soon."""
+    message_bytes = Limits().max_message_bytes
+    return [
+        ("grpc.max_send_message_length", message_bytes),
+        ("grpc.max_receive_message_length", message_bytes),
+        ("grpc.keepalive_time_ms", int(config.keepalive_interval_s * 1000)),
+        ("grpc.keepalive_timeout_ms", int(config.keepalive_timeout_s * 1000)),
+        ("grpc.http2.ping_timeout_ms", int(config.keepalive_timeout_s * 1000)),  # else a ping may take a minute
+        ("grpc.keepalive_permit_without_calls", 0),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        # A proxy from the environment would see loopback calls, and could not pass keepalive on.
+        ("grpc.enable_http_proxy", 0),
+    ]
+
+
+class _Line:
+    """One channel. `pem`: what it was made with."""
+
+    def __init__(self, channel: grpc.Channel, pem: Pem | None) -> None:
+        self.channel = channel
+        self.pem = pem
+        self.stub = TransferServiceStub(channel)
+        self.users = 0
+
+
+class Channels:
+    """See the module. Raises Misuse, naming the file, for credentials that cannot be used."""
+
+    def __init__(self, target: str, config: ClientConfig) -> None:
+        self._target = target
+        self._config = config
+        self._credentials = config.tls
+        self._watched = None if config.tls is None else WatchedCredentials(config.tls, _valid)
+        self._lock = threading.Lock()
+        self._looked_at = float("-inf")
+        self._line = self._open(None if self._watched is None else self._watched.current())
+        self._retired: set[_Line] = set()
+
+    @contextmanager
+    def use(self) -> Iterator[TransferServiceStub]:
+        """The stub to make calls by, until they have ended."""
+        with self._lock:
+            line = self._current()
+            line.users += 1
+        try:
+            yield line.stub
+        finally:
+            with self._lock:
+                line.users -= 1
+                self._close_unused()
+
+    def close(self) -> None:
+        """Close every channel: what runs on them is cancelled."""
+        with self._lock:
+            lines = [self._line, *self._retired]
+        for line in lines:
+            line.channel.close()
+
+    def why_no_connection(self) -> str | None:
+        """What is wrong with TLS between here and the node: None where nothing is found, and while the last look is no
+        more than a few seconds old."""
+        with self._lock:
+            now = time.monotonic()
+            if self._credentials is None or now < self._looked_at + LOOK_AGAIN_S:
+                return None
+            self._looked_at = now
+        return look_at_tls(self._target, self._credentials)
+
+    def _current(self) -> _Line:
+        pem = None if self._watched is None else self._watched.current()
+        if pem is not self._line.pem:
+            self._retired.add(self._line)
+            self._line = self._open(pem)
+            self._close_unused()
+        return self._line
+
+    def _close_unused(self) -> None:
+        for line in [line for line in self._retired if not line.users]:
+            self._retired.discard(line)
+            line.channel.close()
+
+    def _open(self, pem: Pem | None) -> _Line:
+        options = channel_options(self._config)
+        if pem is None:
+            return _Line(grpc.insecure_channel(self._target, options), None)
+        credentials = grpc.ssl_channel_credentials(pem.ca, pem.key, pem.certificate)
+        return _Line(grpc.secure_channel(self._target, credentials, options), pem)
+
+
+def _valid(pem: Pem) -> Pem:
+    pem.require_valid("tls")
+    return pem
+
+
+def look_at_tls(target: str, credentials: Credentials) -> str | None:
+    """Make a TLS connection as gRPC does, which does not tell why one fails: what is wrong, or None."""
+    host, _, port = target.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdigit() or "/" in host:
+        return None
+    try:
+        context = ssl.create_default_context(cafile=str(credentials.ca))
+        context.load_cert_chain(credentials.certificate, credentials.key, password=lambda: "")
+        context.set_alpn_protocols(["h2"])
+        with (
+            socket.create_connection((host, int(port)), timeout=LOOK_S) as plain,
+            context.wrap_socket(plain, server_hostname=host) as connection,
+        ):
+            return _look_for_refusal(connection)
+    except ssl.SSLCertVerificationError as error:
+        return f"the certificate of the node: {error.verify_message}"
+    except ssl.SSLError as error:
+        return (error.reason or str(error)).lower().replace("_", " ")
+    except OSError:
+        return None
+
+
+def _look_for_refusal(connection: ssl.SSLSocket) -> str | None:
+    """With TLS 1.3 a server refuses a certificate after the handshake; one that takes it begins to speak HTTP/2."""
+    until = time.monotonic() + LOOK_S
+    while time.monotonic() < until and select.select([connection], [], [], LOOK_S)[0]:
+        try:
+            return None if connection.recv(1) else "the node closed the connection: it does not take this certificate"
+        except ssl.SSLWantReadError:
+            continue
+    return None

@@ -1,0 +1,160 @@
+"""How calls begin and end: who calls is found out, what a handler raises becomes a status, the audit log is told."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final, NoReturn, Protocol, Self
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+from structlog.contextvars import bind_contextvars
+
+from hurray_server.audit import Audit, Decision
+from hurray_server.identity import Callers
+from hurray_wire.errors import Cancelled, HurrayError, InternalError, ProtocolViolation
+from hurray_wire.status import STATUS_TRAILER, to_status
+from hurray_wire.v1 import transfer_pb2
+
+_log = structlog.get_logger("hurray.service")
+
+_METHODS: Final = f"/{transfer_pb2.DESCRIPTOR.services_by_name['TransferService'].full_name}/"
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Answering(Protocol):
+    """A servicer whose handlers are decorated with `answers`."""
+
+    callers: Callers
+    audit: Audit
+
+
+def answers(method: Callable[..., Awaitable[Any]]) -> Callable[[Any, Any, Context], Awaitable[Any]]:
+    """Find out who calls, end the call with the status of what its handler raised, and tell the audit log. A fault of
+    ours is logged and told by its log id only."""
+    action = method.__name__.lower()
+
+    @functools.wraps(method)
+    async def handler(self: Answering, request: object, context: Context) -> object:
+        # Each call is a task of its own, and so is its logging context.
+        bind_contextvars(method=method.__name__, address=context.peer())
+        decision = Decision(action, context.peer())
+        ended: HurrayError | None = Cancelled("the caller went away")
+        try:
+            decision.principal = self.callers.principal(context)
+            if isinstance(request, _Malformed):
+                raise not_a_message()
+            if isinstance(request, AsyncIterator):
+                request = _Requests(context)
+            answer = await method(self, request, context, decision)
+            ended = None
+            return answer
+        except HurrayError as error:
+            _log.info("call failed", reason=error.reason, error=str(error))
+            # Without its traceback, for the same reason: the call keeps its last exception.
+            ended = error.with_traceback(None)
+            await _abort(context, ended)
+        except grpc.aio.AbortError:
+            raise
+        except Exception:
+            log_id = uuid.uuid4().hex[:12]
+            _log.exception("internal error", log_id=log_id)
+            ended = InternalError("a fault of the node; its log has the cause", log_id=log_id)
+            await _abort(context, ended)
+        finally:
+            if ended is not None or action != "getnode":  # which everyone asks, often, and who has an identity may
+                self.audit.record(decision, ended)
+
+    return handler
+
+
+async def _abort(context: Context, error: HurrayError) -> NoReturn:
+    code, status = getattr(grpc.StatusCode, error.code), to_status(error)
+    await context.abort(code, status.message, ((STATUS_TRAILER, status.SerializeToString()),))
+    raise AssertionError("abort raises")
+
+
+class _Requests:
+    """The messages of a stream. gRPC's own iterator keeps the last one in a cycle with its call, until some collection
+    of garbage: a hostile offer takes hundreds of megabytes."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        message = await self._context.read()
+        if message is grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in the stubs
+            raise StopAsyncIteration
+        return message
+
+
+class _Malformed:
+    """Stands for a request that could not be parsed."""
+
+
+class MalformedRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic when it runs
+    """Lets a request that cannot be parsed reach its handler, which refuses it by name: gRPC would log it as a fault of
+    this program. Requests of streams are parsed where they are read."""
+
+    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        """See grpc.aio.ServerInterceptor."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming or not handler_call_details.method.startswith(_METHODS):
+            return handler
+
+        def parse(data: bytes) -> object:
+            try:
+                return handler.request_deserializer(data)
+            except DecodeError:
+                return _Malformed()
+
+        return grpc.unary_unary_rpc_method_handler(handler.unary_unary, parse, handler.response_serializer)
+
+
+class OtherServices(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic when it runs
+    """Health and reflection answer whoever may call the service itself: a certificate that is a tenant's."""
+
+    def __init__(self, callers: Callers, audit: Audit) -> None:
+        self._callers = callers
+        self._audit = audit
+
+    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        """See grpc.aio.ServerInterceptor."""
+        handler, method = await continuation(handler_call_details), handler_call_details.method
+        if handler is None or method.startswith(_METHODS):
+            return handler
+        requests = "stream" if handler.request_streaming else "unary"
+        responses = "stream" if handler.response_streaming else "unary"
+        behave = getattr(handler, f"{requests}_{responses}")
+
+        async def answer(request: Any, context: Context) -> Any:
+            await self._admit(method, context)
+            return await behave(request, context)
+
+        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+            await self._admit(method, context)
+            async for message in behave(request, context):
+                yield message
+
+        guarded = stream if inspect.isasyncgenfunction(behave) else answer
+        make = getattr(grpc, f"{requests}_{responses}_rpc_method_handler")
+        return make(guarded, handler.request_deserializer, handler.response_serializer)
+
+    async def _admit(self, method: str, context: Context) -> None:
+        try:
+            self._callers.principal(context)
+        except HurrayError as error:
+            _log.info("call failed", method=method, reason=error.reason, error=str(error))
+            self._audit.record(Decision(method, context.peer()), error)
+            await _abort(context, error)
+
+
+def not_a_message() -> ProtocolViolation:
+    return ProtocolViolation("not a message of this service", field="message", offered="bytes that cannot be parsed")
