@@ -1,8 +1,8 @@
 """Who did what, or was refused and why: one line per call, under the logger `hurray.audit`.
 
 Written when the call is over, for a session when it is open. One JSON object a line, to a file of its own where the
-configuration names one, else to standard error among the other lines; at every level of the log. It holds names, numbers
-and reasons: no token, no key, no byte of a cache.
+configuration names one, else to standard error among the other lines; at every level of the log. It holds names,
+numbers and reasons: no token, no key, no byte of a cache.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Audit:
         self._logger.handlers[:] = [handler]
 
     def record(self, decision: Decision, error: HurrayError | None) -> None:
-        """The call is over: it was allowed and ended like this, or it was refused. Once for each."""
-        if decision.told:
+        """The call was allowed, and ended like this, or it was refused. What was allowed is told once."""
+        refused = error is not None and error.code in _REFUSED
+        if decision.told and not refused:
             return
         decision.told = True
-        refused = error is not None and error.code in _REFUSED
         line: dict[str, object] = {
             "timestamp": datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
             "logger": LOGGER,

@@ -47,3 +47,4 @@ def configure_logs(level: str, form: str, process: str) -> None:
     )
     # Libraries tell much that is of no use to whoever runs hurrayd.
     logging.basicConfig(handlers=[handler], level=max(number, logging.WARNING), force=True)
+    logging.getLogger("hurray").setLevel(number)  # ours speak through it, too

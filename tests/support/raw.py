@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 
 from hurray_wire import session as s
 from hurray_wire.checksum import XXH3_64
+from hurray_wire.credentials import Credentials
 from hurray_wire.dataplane import DataPlane
 from hurray_wire.errors import HurrayError
 from hurray_wire.image import ImagePlan, plan_image
@@ -31,6 +32,7 @@ from hurray_wire.payload import SnapshotSource
 from hurray_wire.prepare import PreparedSnapshot, prepare
 from hurray_wire.snapshot import KVSnapshot
 from hurray_wire.status import STATUS_TRAILER, from_trailers
+from hurray_wire.transport.base import Transport
 from hurray_wire.transport.ucx import UcxConfig, UcxTransport
 from hurray_wire.v1 import transfer_pb2 as pb
 from hurray_wire.v1.transfer_pb2_grpc import TransferServiceStub
@@ -70,7 +72,7 @@ class Prepared:
                 "incarnation": incarnation,
                 "tensors": [pb.TensorOffer(descriptor=d.encode()) for d in self.plan.descriptors],
                 "token_counts": self.prepared.structure.token_counts.tolist(),
-                "transports": ["ucx"],
+                "transports": ["shm", "tls", "tcp", "ucx"],
                 "checksum": pb.CHECKSUM_XXH3_64,
                 "chunk_bytes": self.plan.chunk_bytes,
             }
@@ -133,14 +135,30 @@ class Put:
         return [message.receipt for message in self.told if message.HasField("receipt")]
 
 
+def open_channel(address: str, tls: Credentials | None) -> grpc.Channel:
+    """A channel of its own."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    if tls is None:
+        return grpc.insecure_channel(address, options=options)
+    ca, key, certificate = (path.read_bytes() for path in (tls.ca, tls.key, tls.certificate))
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, certificate), options=options)
+
+
 class RawClient:
     """See the module. A context manager."""
 
-    def __init__(self, address: str, *, connect: bool = True) -> None:
-        self.channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+    def __init__(
+        self,
+        address: str,
+        *,
+        connect: bool = True,
+        transports: Mapping[str, Callable[[], Transport]] | None = None,
+        tls: Credentials | None = None,
+    ) -> None:
+        self.channel = open_channel(address, tls)
         self.stub = TransferServiceStub(self.channel)
         ucx = UcxConfig(first_port=UCX_PORTS[0], last_port=UCX_PORTS[1])
-        self.plane = DataPlane({"ucx": lambda: UcxTransport(ucx)})
+        self.plane = DataPlane(transports or {"ucx": lambda: UcxTransport(ucx)})
         self.session: Stream | None = None
         self.peer = 0
         if connect:

@@ -19,7 +19,7 @@ class Authority:
 
     def __init__(self, folder: Path, name: str = "authority") -> None:
         self.path = folder / f"{name}.pem"
-        self._folder = folder
+        self.folder = folder
         self._authority = hurray_client.certs.Authority.new(name, 7 * DAY)
         self.path.write_bytes(self._authority.certificate)
 
@@ -59,6 +59,11 @@ class Authority:
 
     def write(self, stem: str, issued: Issued, trusts: Authority | None = None) -> Credentials:
         """Into files, in place of those that are there."""
-        found = Credentials(self._folder / f"{stem}.pem", self._folder / f"{stem}.key", (trusts or self).path)
+        found = (trusts or self).found(stem, self.folder)
         write_files({found.certificate: issued.certificate, found.key: issued.key}, force=True)
         return found
+
+    def found(self, stem: str, folder: Path | None = None) -> Credentials:
+        """Those that were written under this name, which trust this authority."""
+        folder = folder or self.folder
+        return Credentials(folder / f"{stem}.pem", folder / f"{stem}.key", self.path)

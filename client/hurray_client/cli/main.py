@@ -17,6 +17,8 @@ from hurray_client.cli.certs import certs
 from hurray_client.cli.options import (
     DEFAULT_TARGET,
     DEFAULT_TIMEOUT_S,
+    FILES,
+    Files,
     Generation,
     Json,
     Target,
@@ -41,6 +43,18 @@ app = typer.Typer(
     again), 130 interrupted. Settings of the data plane come from the environment (HURRAY_UCX__NET_DEVICES, ...).
     """,
 )
+
+
+@app.callback()
+def files(
+    *,
+    certificate: Annotated[
+        Path | None, typer.Option("--certificate", help="Who calls: PEM. Else from HURRAY_TLS__CERTIFICATE.")
+    ] = None,
+    key: Annotated[Path | None, typer.Option("--key", help="Its private key. Else from HURRAY_TLS__KEY.")] = None,
+    ca: Annotated[Path | None, typer.Option("--ca", help="Whose nodes to believe. Else from HURRAY_TLS__CA.")] = None,
+) -> None:
+    FILES.set(Files(certificate, key, ca))
 
 
 @app.command(epilog="Example: hurrayctl put batch.hrry --key req/42 --lease 300 -t decode-3:7411")
