@@ -41,6 +41,9 @@ PROTOCOL_VERSION: Final = 1
 DURATION_MAX_S: Final = 3650 * 86400.0
 """Ten years: no duration on the wire is longer."""
 
+TRANSPORTS_MAX: Final = 16
+TRANSPORT_KIND_MAX: Final = 16
+
 _ANNOTATIONS_MAX: Final = 64
 _ANNOTATION_BYTES_MAX: Final = 256
 
@@ -93,8 +96,8 @@ def to_duration(seconds: float) -> Duration:
 
 
 def check_sizes(offer: pb.Offer, limits: Limits) -> None:
-    """Raise LimitExceeded for more tensors, token counts or annotations than are taken: before anything that costs time
-    or memory for each of them."""
+    """Raise LimitExceeded for more tensors, token counts, annotations or transports than are taken: before anything
+    that costs time or memory for each of them."""
     for name, offered, most in (
         ("max_tensors", len(offer.tensors), limits.max_tensors),
         ("max_sequences", len(offer.token_counts), limits.max_sequences),
@@ -102,6 +105,7 @@ def check_sizes(offer: pb.Offer, limits: Limits) -> None:
     ):
         if offered > most:
             raise LimitExceeded("above the limit of this node", field=name, offered=offered, required=f"<= {most}")
+    check_transports(offer.transports)
 
 
 def read_offer(offer: pb.Offer, limits: Limits, policy: Policy = STRICT) -> OfferedSnapshot:
@@ -159,6 +163,18 @@ def check_annotations(annotations: Mapping[str, str]) -> None:
                 offered=size,
                 required=f"<= {_ANNOTATION_BYTES_MAX} bytes",
             )
+
+
+def check_transports(kinds: Sequence[str]) -> None:
+    """Raise LimitExceeded for more kinds of transport, or longer names, than there can be."""
+    size = max((len(kind) for kind in kinds), default=0)
+    if len(kinds) > TRANSPORTS_MAX or size > TRANSPORT_KIND_MAX:
+        raise LimitExceeded(
+            "too many transports, or too long a name",
+            field="transports",
+            offered=f"{len(kinds)}, the longest of {size} characters",
+            required=f"<= {TRANSPORTS_MAX} of at most {TRANSPORT_KIND_MAX} characters",
+        )
 
 
 def choose_transport(ours: Sequence[str], theirs: Sequence[str]) -> str:

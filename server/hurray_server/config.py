@@ -24,7 +24,7 @@ from pydantic_settings import (
 )
 
 from hurray_server.mover_config import TransportsConfig
-from hurray_server.trust_config import AuditConfig, DataConfig, GrantConfig, QuotaConfig, Section, TlsConfig
+from hurray_server.trust_config import AuditConfig, DataConfig, GrantConfig, QuotaConfig, Section, TenantName, TlsConfig
 from hurray_wire.errors import InvalidRequest, Misuse
 from hurray_wire.image import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, align
 from hurray_wire.limits import MAX_WINDOW, PAGE_BYTES, Limits
@@ -163,7 +163,7 @@ class Config(BaseSettings):
     tls: TlsConfig | None = None
     """None: plain text, one tenant, and no identities."""
     grants: tuple[GrantConfig, ...] = ()
-    quotas: dict[str, QuotaConfig] = {}
+    quotas: dict[TenantName, QuotaConfig] = {}
     """By tenant; "default" is of all that have none."""
     audit: AuditConfig = AuditConfig()
 
@@ -237,8 +237,11 @@ class Config(BaseSettings):
         if self.tls is not None and not self.ucx.trusted:
             found["ucx"] = "whoever reaches it need not show a certificate: ucx.trusted names where that may be"
         if self.tcp.listen is None:
-            if self.tls is not None or not is_loopback(host):
-                found["tcp"] = "nothing encrypts it: tcp.listen names a trusted network"
+            if self.tls is not None:
+                found["tcp"] = "it is not encrypted: tcp.listen names a trusted network"
+            elif not is_loopback(host):
+                where = f"listen is {self.listen}, not loopback"
+                found["tcp"] = f"{where}, and tcp is not encrypted: tcp.listen names a trusted network"
             elif no_port:
                 found["tcp"] = f"{no_port}: say tcp.listen"
         return found

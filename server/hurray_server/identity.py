@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final, Protocol
 from urllib.parse import unquote
@@ -14,7 +15,7 @@ from urllib.parse import unquote
 from hurray_server.config import Config, is_loopback, split_address
 from hurray_server.grants import Grants
 from hurray_server.principal import LOCAL_TENANT, Principal, TenantNames
-from hurray_wire.credentials import CertificateFacts, read_certificate
+from hurray_wire.credentials import read_certificate
 from hurray_wire.errors import Unauthenticated
 
 
@@ -28,7 +29,18 @@ class Connection(Protocol):
         """What TLS has verified."""
 
 
-_CACHED_CERTIFICATES: Final = 4096
+_CACHED: Final = 4096
+"""Certificates, and addresses, whose meaning is remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """Of a certificate."""
+
+    tenant: str
+    admin: bool
+    identity: str
+    not_after: datetime
 
 
 class CertifiedCallers:
@@ -40,7 +52,7 @@ class CertifiedCallers:
         self._names = names
         self._grants = grants
         self._now = now
-        self._read = functools.lru_cache(_CACHED_CERTIFICATES)(read_certificate)
+        self._holder = functools.lru_cache(_CACHED)(self._read_holder)
 
     def principal(self, connection: Connection) -> Principal:
         """The caller. Raises Unauthenticated for a certificate that names no tenant, and for one that has expired since
@@ -48,19 +60,20 @@ class CertifiedCallers:
         certificate = next(iter(connection.auth_context().get("x509_pem_cert", ())), None)
         if certificate is None:
             raise Unauthenticated("the connection has no certificate", field="certificate")
-        facts = self._read(certificate)
-        identity = facts.require_identity()
-        tenant = self._names.tenant_of(identity)
-        self._require_valid(facts)
-        return Principal(tenant, self._grants.administers(tenant), connection.peer(), identity, self._grants)
-
-    def _require_valid(self, facts: CertificateFacts) -> None:
-        if self._now() > facts.not_after:
+        holder = self._holder(certificate)
+        if self._now() > holder.not_after:
             raise Unauthenticated(
                 "the certificate of this connection has expired: connect anew with another",
                 field="certificate",
-                offered=f"until {facts.not_after:%Y-%m-%d %H:%M:%S}Z",
+                offered=f"until {holder.not_after:%Y-%m-%d %H:%M:%S}Z",
             )
+        return Principal(holder.tenant, holder.admin, connection.peer(), holder.identity, self._grants)
+
+    def _read_holder(self, certificate: bytes) -> _Holder:
+        facts = read_certificate(certificate)
+        identity = facts.require_identity()
+        tenant = self._names.tenant_of(identity)
+        return _Holder(tenant, self._grants.administers(tenant), identity, facts.not_after)
 
 
 class LocalCallers:
@@ -68,12 +81,17 @@ class LocalCallers:
 
     def principal(self, connection: Connection) -> Principal:
         """The caller."""
-        scheme, _, place = unquote(connection.peer()).partition(":")
-        try:
-            local = scheme == "unix" or is_loopback(split_address(place)[0])
-        except ValueError:
-            local = False
-        return Principal(LOCAL_TENANT, admin=local, address=connection.peer(), identity=None, grants=None)
+        address = connection.peer()
+        return Principal(LOCAL_TENANT, admin=_is_of_this_host(address), address=address, identity=None, grants=None)
+
+
+@functools.lru_cache(_CACHED)
+def _is_of_this_host(address: str) -> bool:
+    scheme, _, place = unquote(address).partition(":")
+    try:
+        return scheme == "unix" or is_loopback(split_address(place)[0])
+    except ValueError:
+        return False
 
 
 Callers = CertifiedCallers | LocalCallers

@@ -41,6 +41,7 @@ from hurray_wire.messages import (
     check_key,
     check_request_id,
     check_sizes,
+    check_transports,
     choose_transport,
     read_duration,
     read_offer,
@@ -241,6 +242,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
         if first.WhichOneof("message") != "open":
             raise ProtocolViolation("a get begins with GetOpen", offered=first.WhichOneof("message"))
         _name(decision, first.open, Right.GET, *([Right.DELETE] if first.open.consume else []))
+        check_transports(first.open.transports)
         node.sessions.find(principal, first.open.incarnation)
         node.require_ready("offer")
         with ExitStack() as undo:

@@ -6,7 +6,6 @@ import asyncio
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Final
 
 import structlog
 
@@ -19,13 +18,11 @@ from hurray_wire.errors import (
     LimitExceeded,
     PeerUnavailable,
 )
-from hurray_wire.messages import PROTOCOL_VERSION, choose_transport
+from hurray_wire.messages import PROTOCOL_VERSION, check_transports, choose_transport
 from hurray_wire.transport.tls import EXPECTED_IDENTITY
 from hurray_wire.v1 import transfer_pb2 as pb
 
 _log = structlog.get_logger("hurray.sessions")
-
-_MAX_TRANSPORTS: Final = 16
 
 
 @dataclass(eq=False)
@@ -165,10 +162,7 @@ def _check_hello(hello: pb.Hello) -> None:
         )
     if hello.incarnation == 0:
         raise InvalidRequest("no incarnation", field="incarnation", offered=0, required="a random value")
-    if len(hello.transports) > _MAX_TRANSPORTS:
-        raise LimitExceeded(
-            "too many transports", field="transports", offered=len(hello.transports), required=f"<= {_MAX_TRANSPORTS}"
-        )
+    check_transports([transport.kind for transport in hello.transports])
 
 
 def _verified(transports: Iterable[pb.Transport], principal: Principal) -> list[pb.Transport]:

@@ -30,6 +30,8 @@ def test_an_accepted_number_always_fits_a_tag() -> None:
         (pb.Offer(tensors=[pb.TensorOffer()] * 5), "max_tensors"),
         (pb.Offer(token_counts=[0] * 8), "max_sequences"),
         (pb.Offer(annotations={f"{number}": "" for number in range(65)}), "annotations"),
+        (pb.Offer(transports=["ucx"] * 17), "transports"),
+        (pb.Offer(transports=["x" * (1 << 20)]), "transports"),
     ],
 )
 def test_what_there_is_too_much_of_is_refused_first(offer: pb.Offer, field: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +16,17 @@ from hurray_server.config import Config, load_config, split_address, to_toml
 from hurray_server.identity import LocalCallers
 from hurray_server.mover import Mover
 from hurray_server.mover_config import MoverConfig, TransportsConfig
+from hurray_server.quotas import Quota
+from hurray_server.trust_config import read_quotas
+from hurray_wire.credentials import Credentials
 from hurray_wire.errors import DataPlaneUnavailable, InvalidRequest, PermissionDenied
 from hurray_wire.limits import Limits
 from hurray_wire.transport.shm import ShmConfig
 from hurray_wire.transport.tls import SocketConfig
 from hurray_wire.transport.ucx import UcxConfig
 from support.daemon import command, environment
+from support.identities import tls_table
+from transport.certificates import Authority
 
 SHIPPED = Path(__file__).parents[2] / "deploy" / "hurrayd.toml"
 
@@ -64,6 +71,9 @@ def test_what_it_prints_is_a_file_that_gives_the_same(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, to_toml(config)), {}).model_dump() == config.model_dump()
 
 
+TLS = {"certificate": "c", "key": "k", "ca": "ca"}
+
+
 @pytest.mark.parametrize(
     ("values", "named"),
     [
@@ -78,6 +88,17 @@ def test_what_it_prints_is_a_file_that_gives_the_same(tmp_path: Path) -> None:
         ({"transfers": {"window": 0}}, "transfers.window"),
         ({"log": {"level": "loud"}}, "log.level"),
         ({"node": ""}, "node"),
+        ({"ucx": {"trusted": ["10.0.0.0/33"]}}, "ucx.trusted"),
+        ({"tls": {"certificate": "c", "key": "k"}}, "tls.ca"),
+        ({"tls": {**TLS, "tenants": "spiffe://x/y"}}, "tls.tenants"),
+        ({"tls": {**TLS, "data": {"key": "k"}}}, "tls.data"),
+        ({"tls": TLS, "grants": [{"tenant": "b", "may": ["get"]}]}, "grants.0"),
+        ({"tls": TLS, "grants": [{"tenant": "b", "prefix": "a/sha", "may": ["get"]}]}, "grants.0"),
+        ({"tls": TLS, "grants": [{"tenant": "b", "prefix": "a/", "may": []}]}, "grants.0.may"),
+        ({"tls": TLS, "grants": [{"tenant": "b", "prefix": "a/", "may": ["own"]}]}, "grants.0.may.0"),
+        ({"tls": TLS, "grants": [{"tenant": "b/c", "prefix": "a/", "may": ["get"]}]}, "grants.0.tenant"),
+        ({"quotas": {"a": {"bytes": -1}}}, "quotas.a.bytes"),
+        ({"quotas": {"a/b": {}}}, "quotas.a/b.[key]"),
     ],
 )
 def test_a_wrong_key_or_value_is_named(values: dict[str, Any], named: str) -> None:
@@ -99,6 +120,11 @@ def test_a_wrong_key_or_value_is_named(values: dict[str, Any], named: str) -> No
         {"listen": "localhost:99999"},
         {"listen": "::1:7411"},
         {"advertise": "nowhere"},
+        {"tls": TLS, "insecure": True},
+        {"grants": [{"tenant": "b", "prefix": "a/", "may": ["get"]}]},  # without identities
+        {"tls": TLS, "transports": ["ucx"]},  # where nothing is trusted
+        {"tls": TLS, "transports": ["tcp"]},
+        {"tls": {**TLS, "data": {"listen": "0.0.0.0:1"}}},
     ],
 )
 def test_an_address_that_would_surprise_is_refused(values: dict[str, Any]) -> None:
@@ -194,6 +220,97 @@ def test_a_list_of_names_comes_from_the_environment(
 # --- transports -------------------------------------------------------------------------------------------------------
 
 
+def test_with_certificates_every_transport_asks_for_one_or_is_named() -> None:
+    elsewhere = {"listen": "0.0.0.0:7411", "advertise": "decode-3:7411", "tls": TLS}
+    config = load_config(None, elsewhere)
+    told = config.transports_config
+    assert told.kinds == ("shm", "tls")
+    assert told.tls is not None
+    assert (told.tls.listen_host, told.tls.listen_port, told.tls.advertised_host) == ("0.0.0.0", 7412, "decode-3")
+    assert told.credentials == Credentials(Path("c"), Path("k"), Path("ca"))
+    assert config.left_out.keys() == {"ucx", "tcp"}
+    data = {"certificate": "dc", "key": "dk", "listen": "10.0.0.3:9000"}
+    named = load_config(
+        None,
+        {**elsewhere, "tls": {**TLS, "data": data}, "ucx": {"trusted": ["eth9"]}, "tcp": {"listen": "10.0.0.3:1"}},
+    ).transports_config
+    assert named.kinds == ("shm", "ucx", "tls", "tcp")
+    assert named.tls is not None
+    assert (named.tls.listen_host, named.tls.listen_port, named.tls.advertised_host) == ("10.0.0.3", 9000, None)
+    assert named.credentials == Credentials(Path("dc"), Path("dk"), Path("ca"))
+    told_mover = MoverConfig(1 << 20, False, named, Limits(), "info", "json")
+    assert MoverConfig.from_json(told_mover.to_json()) == told_mover
+
+
+def test_trust_comes_out_of_a_file_as_it_went_in(tmp_path: Path) -> None:
+    text = """
+[tls]
+certificate = "c"
+key = "k"
+ca = "ca"
+[tls.data]
+certificate = "dc"
+key = "dk"
+[[grants]]
+tenant = "b"
+prefix = "a/ü/"
+may = ["get", "list"]
+[[grants]]
+tenant = "ops"
+may = ["admin"]
+[quotas]
+default = { bytes = "1GiB", transfers = 4 }
+"tenant.b" = { transfers = 8 }
+[audit]
+path = "/var/log/audit"
+"""
+    config = load_config(write(tmp_path, text), {})
+    assert load_config(write(tmp_path, to_toml(config)), {}).model_dump() == config.model_dump()
+    default, own = read_quotas(config.quotas)
+    assert default == Quota(1 << 30, None, 4)
+    assert own == {"tenant.b": Quota(1 << 30, None, 8)}
+    assert [grant.grant.prefix for grant in config.grants] == ["a/ü/", ""]
+
+
+def test_quotas_and_grants_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HURRAY_QUOTAS", '{"default": {"snapshots": 3}}')
+    for name in TLS:
+        monkeypatch.setenv(f"HURRAY_TLS__{name.upper()}", "x")
+    monkeypatch.setenv("HURRAY_GRANTS", '[{"tenant": "ops", "may": ["admin"]}]')
+    config = load_config(write(tmp_path, ""), {})
+    assert read_quotas(config.quotas)[0].snapshots == 3
+    assert config.tls is not None
+    assert config.grants[0].tenant == "ops"
+
+
+def test_files_are_looked_at_before_the_start(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    node = authority.node("n")
+    other = authority.node("other")
+    old = authority.issue("old", hosts=["localhost"], expired=True)
+    for wrong, said in (
+        (replace(node, key=other.key), "tls.key"),
+        (replace(node, ca=tmp_path / "none"), "tls.ca"),
+        (old, "not valid now"),
+    ):
+        path = write(tmp_path, tls_table(wrong))
+        for arguments in (["--check"], []):
+            failed = run("--config", str(path), *arguments)
+            assert failed.returncode == 2
+            assert said in failed.stderr
+            assert "Traceback" not in failed.stderr
+        assert run("--config", str(path), "--print-config").returncode == 0
+    assert run("--config", str(write(tmp_path, tls_table(node, other))), "--check").returncode == 0
+    failed = run("--config", str(write(tmp_path, tls_table(node, replace(other, key=node.key)))), "--check")
+    assert "tls.data.key" in failed.stderr
+    failed = run("--config", str(write(tmp_path, '[audit]\npath = "/nowhere/audit"\n')), "--check")
+    assert (failed.returncode, "audit.path" in failed.stderr) == (2, True)
+    device = next((name for _, name in socket.if_nameindex() if name != "lo"), "nosuchdevice0")
+    failed = run("--check", "--net-device", device, "--config", str(write(tmp_path, "")))
+    assert (failed.returncode, "ucx.trusted" in failed.stderr) == (2, True)
+    assert run("--check", "--net-device", device, "--ucx-trusted", device).returncode == 0
+
+
 def test_all_that_can_be_had_by_default() -> None:
     told = load_config(None, {}).transports_config
     assert (told.kinds, told.optional, told.by_merit) == (("shm", "ucx", "tcp"), ("shm", "ucx"), True)
@@ -217,7 +334,7 @@ def test_plain_sockets_off_loopback_are_named_explicitly() -> None:
     with pytest.raises(InvalidRequest, match=r"tcp\.listen"):
         load_config(None, {**elsewhere, "transports": ["tcp"]})
     named = load_config(None, {**elsewhere, "tcp": {"listen": "10.0.0.3:9000"}})
-    assert (named.transports_config.tcp.listen_port, named.left_out) == (9000, {})
+    assert (named.transports_config.tcp.listen_port, list(named.left_out)) == (9000, ["tls"])
     with pytest.raises(InvalidRequest, match=r"tcp\.advertise"):
         load_config(None, {**elsewhere, "tcp": {"listen": "0.0.0.0:9000"}})
     wide = load_config(None, {**elsewhere, "tcp": {"listen": "0.0.0.0:9000", "advertise": "10.0.0.3"}})
@@ -228,7 +345,8 @@ def test_plain_sockets_off_loopback_are_named_explicitly() -> None:
     "values",
     [
         {"transports": []},
-        {"transports": ["tls"]},
+        {"transports": ["carrier pigeon"]},
+        {"transports": ["tls"]},  # without certificates
         {"transports": ["shm", "shm"]},
         {"shm": {"path": "relative"}},
         {"shm": {"path": "/" + "x" * 200}},

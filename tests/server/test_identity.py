@@ -124,4 +124,4 @@ def test_a_certificate_is_parsed_once(authority: Authority, tmp_path: Path) -> N
     callers = CertifiedCallers(TenantNames(TENANT_URI), Grants())
     first = callers.principal(Connection(certificate))
     assert callers.principal(Connection(certificate)) == first
-    assert callers._read.cache_info().misses == 1
+    assert callers._holder.cache_info().misses == 1

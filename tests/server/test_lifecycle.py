@@ -59,7 +59,8 @@ def test_a_data_plane_that_cannot_start_is_fatal_and_says_why(tmp_path: Path) ->
     path, names = tmp_path / "hurrayd.toml", tmp_path / "names"
     names.mkdir()
     path.write_text(f'listen = "127.0.0.1:0"\n[shm]\npath = "{names}/node.sock"\n')
-    failed = exit_status("--config", str(path), "--arena", "2MiB", "--net-device", "nosuchdevice0")
+    device = ("--net-device", "nosuchdevice0", "--ucx-trusted", "nosuchdevice0")
+    failed = exit_status("--config", str(path), "--arena", "2MiB", *device)
     assert failed.returncode == 1
     assert "nosuchdevice0" in failed.stderr
     assert list(names.iterdir()) == []

@@ -428,6 +428,7 @@ def test_a_missing_library_is_the_data_plane_unavailable(monkeypatch):
         ("net_devices", ()),
         ("net_devices", ("lo,eth0",)),
         ("net_devices", ("../x",)),
+        ("trusted", ("10.0.0.0/33",)),
         ("tls", ()),
         ("tls", ("TCP",)),
         ("first_port", 0),
@@ -453,7 +454,7 @@ def test_a_value_that_cannot_work_is_refused(field, value):
 
 def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(Misuse, match="nosuch0"):
-        UcxTransport(UcxConfig(net_devices=("nosuch0",)))
+        UcxTransport(UcxConfig(net_devices=("nosuch0",), trusted=("nosuch0",)))
 
 
 def test_segment_sizes_must_agree(transport):
