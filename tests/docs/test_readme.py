@@ -58,5 +58,5 @@ def test_its_configuration_is_one_that_hurrayd_takes(tmp_path: Path) -> None:
         assert load_config(path, {}).ucx.net_devices
 
 
-ELSEWHERE = {"CANCELLED", "MISUSE", "UNAUTHENTICATED"}
-"""Of the caller's own making, or of nodes that ask for an identity."""
+ELSEWHERE = {"CANCELLED", "MISUSE"}
+"""Of the caller's own making."""
