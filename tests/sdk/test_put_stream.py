@@ -23,8 +23,14 @@ from support.proxy import Proxy, cut
 
 LAYERS, PAGES = 4, 32
 TABLES, COUNTS = [list(range(PAGES))], [16 * PAGES - 3]
-SMALL_CHUNKS = ht.ClientConfig(chunk_bytes=4096)
 POISON = 0xA5
+
+every_transport = pytest.mark.parametrize("transport", ["shm", "tcp", "ucx"], indirect=True)
+
+
+def small_chunks(**settings: Any) -> ht.ClientConfig:
+    """With what the environment says at the time."""
+    return ht.ClientConfig(chunk_bytes=4096, **settings)
 
 
 def poisoned() -> Caches:
@@ -61,8 +67,9 @@ class Sent:
 
 
 @pytest.fixture
-def small_chunks(daemon: RunningDaemon) -> Iterator[ht.Client]:
-    with ht.connect(daemon.address, config=SMALL_CHUNKS) as client:
+def source(daemon: RunningDaemon, transport: str) -> Iterator[ht.Client]:
+    """A client that sends small chunks."""
+    with ht.connect(daemon.address, config=small_chunks()) as client:
         yield client
 
 
@@ -82,10 +89,11 @@ def running(client: ht.Client) -> int:
     return 0 if plane is None else plane.transfer_count
 
 
-def test_each_layer_goes_when_it_is_announced(client: ht.Client, small_chunks: ht.Client) -> None:
-    caches, sent = poisoned(), Sent()
+@every_transport
+def test_each_layer_goes_when_it_is_announced(client: ht.Client, source: ht.Client, transport: str) -> None:
+    key, caches, sent = f"layers/{transport}", poisoned(), Sent()
     layer_bytes = sum(caches[0, role].nbytes for role in ("key", "value"))
-    with small_chunks.put_stream("layers", snapshot_of(caches), on_progress=sent) as stream:
+    with source.put_stream(key, snapshot_of(caches), on_progress=sent) as stream:
         for layer in range(LAYERS):
             write(caches, layer)
             stream.ready(layer)
@@ -93,12 +101,13 @@ def test_each_layer_goes_when_it_is_announced(client: ht.Client, small_chunks: h
             sent.wait((layer + 1) * layer_bytes - (caches[0, "value"].nbytes if layer == LAYERS - 1 else 0))
             assert sent.last.done_bytes < (layer + 1) * layer_bytes + 2 * 4096
         with pytest.raises(ht.KeyNotFound):
-            client.stat("layers")
+            client.stat(key)
         with pytest.raises(ht.Misuse):
             _ = stream.receipt
-    assert stream.receipt.generation == client.stat("layers").info.generation
+    assert stream.receipt.transport == transport
+    assert stream.receipt.generation == client.stat(key).info.generation
     assert stream.receipt.verified_chunk_count > LAYERS * 16
-    assert_same_tokens(snapshot_of(caches), client.get("layers"))
+    assert_same_tokens(snapshot_of(caches), client.get(key))
 
 
 def test_leaving_the_block_announces_the_rest(client: ht.Client) -> None:
@@ -113,13 +122,14 @@ def test_leaving_the_block_announces_the_rest(client: ht.Client) -> None:
     assert client.stat("rest").info.annotations == {"a": "b"}
 
 
+@every_transport
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("announced", [0, 2, LAYERS])
 def test_an_exception_in_the_block_leaves_no_trace(
-    client: ht.Client, small_chunks: ht.Client, announced: int, error: type[BaseException]
+    client: ht.Client, source: ht.Client, announced: int, error: type[BaseException]
 ) -> None:
     caches, sent = poisoned(), Sent()
-    stream = small_chunks.put_stream("given up", snapshot_of(caches), on_progress=sent)
+    stream = source.put_stream("given up", snapshot_of(caches), on_progress=sent)
 
     def give_up() -> None:
         with stream:
@@ -131,7 +141,7 @@ def test_an_exception_in_the_block_leaves_no_trace(
 
     with pytest.raises(error):
         give_up()
-    assert not running(small_chunks)
+    assert not running(source)
     assert_no_trace(client, "given up")
     with pytest.raises(ht.Misuse):
         _ = stream.receipt
@@ -248,7 +258,7 @@ def test_a_client_that_is_closed_ends_its_streams(daemon: RunningDaemon, client:
 
 
 def put_through(
-    client: ht.Client, key: str, break_it: Callable[[], object], *, timeout_s: float = 30
+    client: ht.Client, key: str, break_it: Callable[[], object], *, timeout_s: float = 60
 ) -> tuple[Caches, ht.PutStream]:
     """A put that something happens to after half of its layers were sent."""
     caches, sent = poisoned(), Sent()
@@ -276,14 +286,15 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[ReadyTensors]:
     return begun
 
 
+@every_transport
 def test_a_stream_that_breaks_is_begun_anew(
     daemon: RunningDaemon, client: ht.Client, attempts: list[ReadyTensors]
 ) -> None:
-    with Proxy(daemon.address) as proxy, ht.connect(proxy.address, config=SMALL_CHUNKS) as other:
+    with Proxy(daemon.address) as proxy, ht.connect(proxy.address, config=small_chunks()) as other:
 
         def break_it() -> None:
             proxy.do(cut)
-            eventually(lambda: len(attempts) == 2, 10, "another attempt")
+            eventually(lambda: len(attempts) == 2, 30, "another attempt")
 
         caches, stream = put_through(other, "cut", break_it)
     assert stream.receipt.generation == client.stat("cut").info.generation
@@ -292,7 +303,7 @@ def test_a_stream_that_breaks_is_begun_anew(
 
 def test_another_node_in_its_place_gets_all_of_it(attempts: list[ReadyTensors]) -> None:
     listen = f'listen = "127.0.0.1:{free_port()}"'
-    with running_daemon(listen) as first, ht.connect(first.address, config=SMALL_CHUNKS) as client:
+    with running_daemon(listen) as first, ht.connect(first.address, config=small_chunks(retry_s=60)) as client:
         with pytest.raises(ht.KeyNotFound):
             client.stat("moved")
         successor = running_daemon(listen)
@@ -300,7 +311,7 @@ def test_another_node_in_its_place_gets_all_of_it(attempts: list[ReadyTensors]) 
         def replace() -> None:
             first.kill()
             successor.__enter__()
-            eventually(lambda: len(attempts) > 1, 10, "another attempt")
+            eventually(lambda: len(attempts) > 1, 30, "another attempt")
 
         try:
             caches, _ = put_through(client, "moved", replace)
@@ -311,8 +322,7 @@ def test_another_node_in_its_place_gets_all_of_it(attempts: list[ReadyTensors]) 
 
 
 def test_a_node_that_does_not_come_back_is_unavailable() -> None:
-    config = ht.ClientConfig(chunk_bytes=4096, retry_s=0.3)
-    with running_daemon() as daemon, ht.connect(daemon.address, config=config) as client:
+    with running_daemon() as daemon, ht.connect(daemon.address, config=small_chunks(retry_s=0.3)) as client:
         with pytest.raises(ht.PeerUnavailable):
             put_through(client, "dead", daemon.kill)
         assert not running(client)
@@ -329,7 +339,7 @@ def test_nothing_of_a_layer_crosses_before_it_is_announced() -> None:
     caches, sent = poisoned(), Sent()
     for (layer, _), cache in caches.items():
         cache.view(np.uint8).reshape(-1)[:] = np.frombuffer((marker if layer < 2 else secret) * 2048, np.uint8)
-    config = ht.ClientConfig(ucx=UcxConfig(first_port=20850, last_port=20899), chunk_bytes=4096)
+    config = small_chunks(ucx=UcxConfig(first_port=20850, last_port=20899))
     with running_daemon("[ucx]\nfirst_port = 20800\nlast_port = 20849") as daemon:
         capture.start()
         with ht.connect(daemon.address, config=config) as client:
@@ -388,7 +398,7 @@ def test_a_cancelled_task_leaves_no_trace(
                 if inside:
                     await asyncio.Event().wait()
 
-        async with ht.aconnect(daemon.address, config=SMALL_CHUNKS) as node:
+        async with ht.aconnect(daemon.address, config=small_chunks()) as node:
             task = asyncio.create_task(put(node))
             await reached.wait()
             if not inside:
