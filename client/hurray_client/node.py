@@ -54,6 +54,9 @@ BYE_S: Final = 2.0
 PROOF_S: Final = 1.0
 """How long a node of this host may take to show that shared memory reaches it; it takes about a millisecond."""
 
+_BEFORE_ANSWER: Final = frozenset({"connect", "session", "offer", "retry"})
+"""Stages of an attempt in which the node has not yet said what became of an earlier one."""
+
 _BACKOFF_FIRST_S: Final = 0.05
 _BACKOFF_MAX_S: Final = 1.0
 
@@ -378,7 +381,8 @@ def _again(error: HurrayError) -> HurrayError:
 def retrying(call: Call, retry_s: float, attempt: Callable[[], T]) -> T:
     """What `attempt` returns; while it raises TryAgain it is run again, for `retry_s` within the budget of the call.
 
-    An outcome that is not known is worth the whole budget: only another attempt with the same request id tells.
+    An outcome that is not known is worth the whole budget: only another attempt with the same request id tells. Where
+    none comes far enough to tell, it stays unknown: OutcomeUnknown is raised, not what kept the last one.
     """
     unknown: OutcomeUnknown | None = None
     give_up_at: float | None = None
@@ -391,6 +395,11 @@ def retrying(call: Call, retry_s: float, attempt: Callable[[], T]) -> T:
             failure: HurrayError = error
         except TryAgain as again:
             failure = unknown or _again(again.error)
+        except HurrayError as error:
+            tells = error.code not in ("UNAVAILABLE", "DEADLINE_EXCEEDED") or error.stage not in _BEFORE_ANSWER
+            if unknown is None or tells:
+                raise
+            raise unknown from None
         pause_s = max(failure.retry_after_s or 0.0, delay_s * random.uniform(0.5, 1.0))  # noqa: S311 -- no secret
         if give_up_at is None:
             give_up_at = time.monotonic() + retry_s

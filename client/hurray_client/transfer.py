@@ -508,7 +508,7 @@ def _raise_if_failed(exchange: _Exchange, ended: Ended) -> None:
             passed = [stage for stage, _ in ended.stages if stage != _DRAIN]
             error.details.setdefault("stage", passed[-1] if passed else "offer")
             error.details.setdefault("peer", exchange.node.target)
-        # Without a connection nothing moved, whoever accepted what: the session is lost, its thread about to see it.
+        # Without a connection nothing moved, whoever accepted: the session is lost, and its thread about to see it.
         again = not exchange.accepted or error.stage == "connect"
         raise TryAgain(error) if is_passing(error) and again else error
 

@@ -14,7 +14,7 @@ import select
 import socket
 import struct
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
@@ -129,14 +129,23 @@ def _socket_name(descriptor: int) -> str | None:
 @contextmanager
 def _tcp_socket(descriptor: int) -> Iterator[socket.socket | None]:
     """The TCP socket behind a descriptor, through a duplicate that is closed again; None for anything else."""
-    if _socket_name(descriptor) is None:
+    # Whose descriptor it is may change between any two steps: what counts is what the duplicate turns out to be.
+    connection = None
+    if _socket_name(descriptor) is not None:
+        with suppress(OSError):
+            connection = _as_socket(os.dup(descriptor))
+    if connection is None:
         yield None
         return
-    try:
-        duplicate = os.dup(descriptor)
-    except OSError:  # closed meanwhile by its owner
-        yield None
-        return
-    with socket.socket(fileno=duplicate) as connection:
+    with connection:
         internet = connection.family in (socket.AF_INET, socket.AF_INET6)
         yield connection if internet and connection.type == socket.SOCK_STREAM else None
+
+
+def _as_socket(descriptor: int) -> socket.socket:
+    """Takes the descriptor over. Raises OSError for one that is no socket."""
+    try:
+        return socket.socket(fileno=descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise

@@ -18,7 +18,7 @@ import pytest
 import hurray_client as ht
 from hurray_client.call import Alarms, Call
 from hurray_client.config import load_config
-from hurray_client.node import Node
+from hurray_client.node import Node, retrying
 from hurray_wire import errors
 from hurray_wire.image import Chunk
 from hurray_wire.payload import ScatterTarget, SnapshotSource
@@ -446,6 +446,28 @@ def test_settings_that_make_no_sense(monkeypatch: pytest.MonkeyPatch, name: str,
     with pytest.raises((ht.InvalidRequest, ht.Misuse)) as caught:
         ht.connect("127.0.0.1:1")
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("later", "raised"),
+    [
+        (ht.DeadlineExceeded("late", stage="connect"), ht.OutcomeUnknown),
+        (ht.DeadlineExceeded("late", stage="retry"), ht.OutcomeUnknown),
+        (ht.NodeDraining("going", stage="offer"), ht.OutcomeUnknown),
+        (ht.DeadlineExceeded("late", stage="pages"), ht.DeadlineExceeded),
+        (ht.KeyExists("taken", stage="offer"), ht.KeyExists),
+        (ht.Cancelled("enough", stage="connect"), ht.Cancelled),
+    ],
+)
+def test_an_outcome_stays_unknown_until_an_attempt_tells(later: ht.HurrayError, raised: type[ht.HurrayError]) -> None:
+    failures = [ht.OutcomeUnknown("perhaps", stage="receipt"), later]
+
+    def attempt() -> None:
+        raise failures.pop(0)
+
+    with pytest.raises(raised):
+        retrying(Call(10), 10, attempt)
+    assert failures == []
 
 
 def test_a_cancellation_reaches_who_comes_late() -> None:

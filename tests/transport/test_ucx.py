@@ -356,12 +356,23 @@ def test_a_port_is_free_again_as_soon_as_its_worker_is_closed():
                 TestUcxTransport().exchange(Pair(stays, goes))
 
 
+def test_a_descriptor_that_becomes_another_under_the_eyes_is_passed_over(monkeypatch):
+    """Other threads of an engine open and close what they like; an exception here would end the data plane."""
+    with socket.socket() as own, open(os.devnull) as other:
+        dup = os.dup
+        monkeypatch.setattr(os, "dup", lambda number: dup(other.fileno() if number == own.fileno() else number))
+        before = len(open_descriptors())
+        assert not _sockets.any_blocked(local_ports=(1,), remote_ports=(1,))
+        assert len(open_descriptors()) == before
+
+
 def test_a_socket_with_the_number_of_one_closed_meanwhile_is_seen():
-    old = socket.socket()
-    number, before = old.fileno(), _sockets.open_sockets()
-    old.close()
-    with socket.create_server(("127.0.0.1", 22530)) as new:
-        assert new.fileno() == number
+    old, new = socket.socket(), socket.create_server(("127.0.0.1", 22530))
+    with old, new:
+        before = _sockets.open_sockets() - {os.readlink(f"/proc/self/fd/{new.fileno()}")}
+        number = old.fileno()
+        os.dup2(new.fileno(), number)
+        new.close()
         assert _sockets.listening_ports(22530, 22530, opened_before=before) == {22530}
 
 
