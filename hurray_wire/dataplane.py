@@ -48,6 +48,7 @@ from hurray_wire.transport.base import (
     TransportParameters,
     chunk_tag,
 )
+from hurray_wire.view import Shown, View
 
 _log = get_logger("hurray.dataplane")
 
@@ -687,8 +688,12 @@ class DataPlane:
     def _prepare_commit(self, transfer: _Transfer) -> None:
         machine = transfer.machine
         assert isinstance(machine, s.TargetSession)
+        # The machine compares what stands for a view's checksum like any other.
+        view_count = int(transfer.order.hash.verifies and transfer.plan.view_chunk is not None)
         transfer.order.listener(
-            PrepareCommit(self._target(transfer).summary(), machine.verified_chunk_count, tuple(transfer.stages))
+            PrepareCommit(
+                self._target(transfer).summary(), machine.verified_chunk_count - view_count, tuple(transfer.stages)
+            )
         )
 
     # --- chunks ---------------------------------------------------------------------------------------------------
@@ -716,10 +721,10 @@ class DataPlane:
             return
         checksum = 0
 
-        def stage() -> Buffer:
+        def stage() -> Buffer | Shown:
             buffer = order.payload.stage(chunk, lambda: self._take_staging(transfer, endpoint, chunk))
             nonlocal checksum
-            checksum = order.hash(buffer)
+            checksum = self._checksum(transfer, chunk, buffer)
             return buffer
 
         buffer, error = _outcome(stage, transfer.number)
@@ -735,7 +740,8 @@ class DataPlane:
             self._free_staging(transfer, chunk.index, sent=True)
             self._feed(transfer, s.SendDone(chunk.index, error))
 
-        endpoint.send(self._tag(transfer, chunk.index), buffer, done)
+        send = endpoint.send_view if chunk.index == transfer.plan.view_chunk else endpoint.send
+        send(self._tag(transfer, chunk.index), buffer, done)
 
     def _receive(self, transfer: _Transfer, chunk: Chunk) -> None:
         buffer, error = _outcome(lambda: self._target(transfer).memory(chunk), transfer.number)
@@ -744,16 +750,17 @@ class DataPlane:
             self._feed(transfer, s.ReceiveDone(chunk.index, error or _gone(transfer)))
             return
         done = self._receive_done(transfer, chunk.index, buffer)
-        endpoint.receive(self._tag(transfer, chunk.index), buffer, done)
+        receive = endpoint.receive_view if chunk.index == transfer.plan.view_chunk else endpoint.receive
+        receive(self._tag(transfer, chunk.index), buffer, done)
 
     def _receive_done(
-        self, transfer: _Transfer, chunk: int, buffer: Buffer | None
+        self, transfer: _Transfer, chunk: int, buffer: Buffer | View | None
     ) -> Callable[[HurrayError | None], None]:
         def done(error: HurrayError | None) -> None:
             checksum = 0
             failure = None
             if error is None and buffer is not None and transfer.machine.outcome is None:
-                checksum = transfer.order.hash(buffer)
+                checksum = self._checksum(transfer, transfer.plan.chunks[chunk], buffer)
                 payload = self._target(transfer)
                 failure = _attempt(lambda: payload.arrived(transfer.plan.chunks[chunk]), transfer.number)
             self._feed(transfer, s.ReceiveDone(chunk, error, checksum))
@@ -761,6 +768,11 @@ class DataPlane:
                 self._feed(transfer, s.Failed(failure))
 
         return done
+
+    @staticmethod
+    def _checksum(transfer: _Transfer, chunk: Chunk, buffer: Buffer | Shown | View) -> int:
+        """Of a view there is none: nothing crosses that could come out otherwise."""
+        return 0 if chunk.index == transfer.plan.view_chunk else transfer.order.hash(buffer)
 
     def _take_staging(self, transfer: _Transfer, endpoint: Endpoint, chunk: Chunk) -> Buffer:
         own = endpoint.take_staging(chunk.nbytes)

@@ -9,6 +9,9 @@ Every buffer begins at a multiple of 4096; the gaps between are zero. All tensor
 structure, so the index buffers are there once. A chunk is a contiguous range of the image: small buffers share one,
 large ones are split, a page pool only between pages (a page larger than the chunk size is a chunk of its own). Index
 chunks come first and hold nothing else.
+
+A source that can show its image to the target sends the index chunks alone; all after them is one chunk, the *view*,
+which does not cross the wire but is mapped.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ from dataclasses import dataclass
 from typing import Final, overload
 
 from hurray_wire.descriptor import Descriptor
-from hurray_wire.errors import GeometryMismatch, InvalidRequest, LimitExceeded
+from hurray_wire.errors import GeometryMismatch, InvalidRequest, LimitExceeded, Unsupported
 from hurray_wire.limits import PAGE_BYTES, Limits
+from hurray_wire.packing import E8M0_TAG
 
 INDEX: Final = -1
 """Tensor number of the shared index buffers."""
@@ -125,16 +129,27 @@ class ImagePlan:
     buffer_offsets: tuple[tuple[int, ...], ...]
     chunks: Chunks
     index_chunk_count: int
+    view_chunk: int | None = None
+    """Index of the chunk that is a view, always the last."""
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that cross the data plane."""
-        return sum(run.count * run.first.nbytes for run in self.chunks.runs)
+        return sum(run.count * run.first.nbytes for run in self._crossing)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes that the target sees without their crossing anything."""
+        return 0 if self.view_chunk is None else self.chunks[self.view_chunk].nbytes
 
     @property
     def max_chunk_bytes(self) -> int:
-        """Bytes of the largest chunk: what a staging buffer must hold."""
-        return max((run.first.nbytes for run in self.chunks.runs), default=0)
+        """Bytes of the largest chunk that crosses: what a staging buffer must hold."""
+        return max((run.first.nbytes for run in self._crossing), default=0)
+
+    @property
+    def _crossing(self) -> tuple[Run, ...]:
+        return self.chunks.runs if self.view_chunk is None else self.chunks.runs[:-1]
 
     def ready_chunk_count(self, ready_tensors: int) -> int:
         """How many leading chunks can be sent once the first `ready_tensors` tensors are ready; below 0, none."""
@@ -160,8 +175,24 @@ def check_shared_structure(descriptors: Sequence[Descriptor]) -> None:
                 )
 
 
-def plan_image(descriptors: Sequence[Descriptor], chunk_bytes: int, limits: Limits) -> ImagePlan:
-    """The plan of a snapshot. Raises GeometryMismatch, InvalidRequest (chunk size), LimitExceeded.
+def check_view(descriptors: Sequence[Descriptor]) -> None:
+    """Raise Unsupported for a snapshot that no target may take as a view: one with a pool whose bits break rules by
+    themselves. Such a pool is validated by whoever takes it, and memory that others can write never is."""
+    for number, descriptor in enumerate(descriptors):
+        if descriptor.page_bytes is None or descriptor.type_tag == E8M0_TAG:
+            raise Unsupported(
+                "a pool of this type is never a view",
+                tensor=number,
+                field="type_tag",
+                offered=descriptor.element_type.name,
+                required="whole bytes in every page, and no float8_e8m0",
+            )
+
+
+def plan_image(descriptors: Sequence[Descriptor], chunk_bytes: int, limits: Limits, *, view: bool = False) -> ImagePlan:
+    """The plan of a snapshot. `view`: with all that follows the index in one chunk, which is shown.
+
+    Raises GeometryMismatch, InvalidRequest (chunk size), LimitExceeded, and for a view Unsupported (`check_view`).
 
     Costs memory and time in proportion to the buffers, however large they are said to be.
     """
@@ -190,6 +221,9 @@ def plan_image(descriptors: Sequence[Descriptor], chunk_bytes: int, limits: Limi
         cutter.add(INDEX, number, index_offsets[number - 1], descriptors[0].buffers[number].byte_size, PAGE_BYTES)
     cutter.cut()
     index_chunk_count = cutter.chunk_count
+    if view:
+        check_view(descriptors)
+        cutter.chunk_bytes = offset  # which everything fits
     for tensor, descriptor in enumerate(descriptors):
         for number, buffer in enumerate(descriptor.buffers):
             if number not in (1, 2):
@@ -204,6 +238,7 @@ def plan_image(descriptors: Sequence[Descriptor], chunk_bytes: int, limits: Limi
         buffer_offsets=tuple(offsets),
         chunks=Chunks(cutter.runs),
         index_chunk_count=index_chunk_count,
+        view_chunk=index_chunk_count if view and cutter.chunk_count > index_chunk_count else None,
     )
 
 

@@ -24,6 +24,7 @@ from hurray_wire.pages import check_compact, live_slots, scrub, scrub_parameters
 from hurray_wire.policy import STRICT, Policy
 from hurray_wire.prepare import PreparedSnapshot
 from hurray_wire.validate import BlockStructure, Counts, check_parameters, check_pool, read_structure
+from hurray_wire.view import Shown, View
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -38,6 +39,7 @@ class TargetSummary:
     dead_slot_count: int
     dirty_dead_slot_count: int
     wire_bytes: int
+    mapped_bytes: int
 
 
 class SourcePayload(Protocol):
@@ -47,7 +49,7 @@ class SourcePayload(Protocol):
 
     def stage(self, chunk: Chunk, take_staging: Callable[[], Bytes]) -> Any:
         """The bytes of a chunk, uint8 [chunk.nbytes]: in memory got from `take_staging`, or where they already are if
-        all of them may leave as they are. They stay unchanged until the send completes."""
+        all of them may leave as they are. They stay unchanged until the send completes. Of a view: a Shown."""
 
     def settling(self) -> None:
         """The transfer has failed and is being drained."""
@@ -65,7 +67,7 @@ class TargetPayload(Protocol):
         """Take the memory. Raises ArenaFull."""
 
     def memory(self, chunk: Chunk) -> Any:
-        """Where a chunk lands: writable uint8 [chunk.nbytes]."""
+        """Where a chunk lands: writable uint8 [chunk.nbytes]. Of a view: a View."""
 
     def arrived(self, chunk: Chunk) -> None:
         """A chunk is in its memory; its checksum has been computed, not yet compared."""
@@ -134,18 +136,25 @@ class SnapshotSource:
 
 
 class ImageSource:
-    """Source payload of a held image, which is compact and clean already: chunks are sent from where they are.
+    """Source payload of a held image, which is compact and clean already: chunks are sent from where they are, or shown
+    there (`shown`, of the whole image, where the plan has a view).
 
     `on_release` is called once, when nothing refers to the image any more.
     """
 
-    def __init__(self, plan: ImagePlan, image: Bytes, on_release: Callable[[], None]) -> None:
+    def __init__(
+        self, plan: ImagePlan, image: Bytes, on_release: Callable[[], None], shown: Shown | None = None
+    ) -> None:
+        assert (plan.view_chunk is None) <= (shown is None), "a view that the plan does not have"
         self.plan = plan
         self._image = image
         self._on_release = on_release
+        self._shown = shown
 
     def stage(self, chunk: Chunk, take_staging: Callable[[], Bytes]) -> Any:  # noqa: ARG002 -- SourcePayload's
         """See SourcePayload."""
+        if chunk.index == self.plan.view_chunk:
+            return self._shown
         return self._image[chunk.offset : chunk.offset + chunk.nbytes]
 
     def settling(self) -> None:
@@ -153,6 +162,8 @@ class ImageSource:
 
     def release(self, *, keep: bool) -> None:  # noqa: ARG002 -- SourcePayload's
         """See SourcePayload."""
+        if self._shown is not None:
+            self._shown.pin.close()  # if it was not given away
         self._on_release()
 
 
@@ -273,6 +284,97 @@ class OwnMemory:
 
     def release(self, *, keep: bool) -> None:
         """Nothing to do: it is freed with its last reference."""
+
+
+class ViewTarget:
+    """Target payload that keeps the snapshot where it is: the pages are mapped, everything else is copied.
+
+    Nothing that the source can still write is validated: index and parameters are validated as private copies, by the
+    rules that every target holds. Pages are neither validated nor scrubbed again; the source has done both before it
+    committed them and stays their authority (pools that break rules by themselves are no views, `check_view`).
+    """
+
+    def __init__(
+        self,
+        plan: ImagePlan,
+        token_counts: Sequence[int] | Counts,
+        allocate: Callable[[int], Bytes],
+        policy: Policy = STRICT,
+    ) -> None:
+        assert plan.view_chunk is not None
+        self.plan = plan
+        self.structure: BlockStructure | None = None
+        self._token_counts = token_counts
+        self._allocate = allocate
+        self._policy = policy
+        self._view = View(plan.image_bytes)
+        self._index_bytes = plan.chunks[plan.view_chunk].offset
+        self._index: Bytes | None = None
+        self._parameters: dict[tuple[int, int], Bytes] = {}
+        self._live: npt.NDArray[np.uint32] | None = None
+
+    def reserve(self) -> None:
+        """See TargetPayload: the index; parameters are copied when they are there."""
+        self._index = _allocated(self._allocate, self._index_bytes)
+
+    def memory(self, chunk: Chunk) -> Any:
+        """See TargetPayload."""
+        if chunk.index == self.plan.view_chunk:
+            return self._view
+        assert self._index is not None
+        return self._index[chunk.offset : chunk.offset + chunk.nbytes]
+
+    def arrived(self, chunk: Chunk) -> None:
+        """Nothing to do."""
+
+    def buffer(self, tensor: int, number: int) -> Bytes:
+        """One buffer of one tensor: a page pool in the view, read-only; any other private."""
+        if (tensor, number) in self._parameters:
+            return self._parameters[tensor, number]
+        memory = self._view.memory if number == 0 else self._index
+        assert memory is not None, "not there yet"
+        offset = self.plan.buffer_offsets[tensor][number]
+        return memory[offset : offset + self.plan.descriptors[tensor].buffers[number].byte_size]
+
+    def buffers(self, tensor: int) -> list[Bytes]:
+        """All buffers of one tensor."""
+        return [self.buffer(tensor, number) for number in range(len(self.plan.descriptors[tensor].buffers))]
+
+    def check_index(self) -> None:
+        """See TargetPayload."""
+        self.structure = read_structure(
+            self.plan.descriptors[0], self.buffer(0, 1), self.buffer(0, 2), self._token_counts, self._policy
+        )
+        check_compact(self.structure)
+        self._live = live_slots(self.structure)
+
+    def check_contents(self) -> None:
+        """Copy the parameters and validate them. See TargetPayload."""
+        assert self._live is not None
+        assert self._view.memory is not None
+        for tensor, descriptor in enumerate(self.plan.descriptors):
+            for number, handle in enumerate(descriptor.buffers[3:], 3):
+                offset = self.plan.buffer_offsets[tensor][number]
+                copy = _allocated(self._allocate, handle.byte_size)
+                copy[:] = self._view.memory[offset : offset + handle.byte_size]
+                self._parameters[tensor, number] = copy
+            buffers = self.buffers(tensor)
+            check_parameters(descriptor, buffers, self._live)
+            scrub_parameters(descriptor, buffers, self._live)
+
+    def summary(self) -> TargetSummary:
+        """See TargetPayload."""
+        assert self.structure is not None
+        assert self._live is not None
+        return summarise(self.plan, self.structure, self._live, 0)
+
+    def settling(self) -> None:
+        """Nothing to do: what is mapped is the source's."""
+
+    def release(self, *, keep: bool) -> None:
+        """What is mapped stays so while an array of it lives."""
+        if not keep:
+            self._view.memory = None
 
 
 class ScatterTarget:
@@ -415,6 +517,7 @@ def summarise(plan: ImagePlan, structure: BlockStructure, live: npt.NDArray[np.u
         dead_slot_count=dead * len(plan.descriptors),
         dirty_dead_slot_count=dirty,
         wire_bytes=plan.wire_bytes,
+        mapped_bytes=plan.mapped_bytes,
     )
 
 

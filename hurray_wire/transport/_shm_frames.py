@@ -6,7 +6,7 @@ Offset Size Type  Field
  8     8    u64   number    of a message that waits at its sender
 16     8    u64   tag
 24     8    u64   nbytes
-32     8    u64   offset    in the ring of the one who speaks of it, or of the other in RELEASE
+32     8    u64   offset    in the ring of the one who speaks of it, or of the other in RELEASE; in a view, in GRAINS
 40          bytes payload   of EAGER only: nbytes
 
 Little-endian, packed; a field that a kind does not have is zero. A **message** is a send; it is **taken** when a
@@ -39,6 +39,9 @@ MAX_ANNOUNCED: Final = 4096
 
 MAX_RING_BYTES: Final = 64 << 20
 
+GRAINS_AT_ONCE: Final = 62
+"""Descriptors of grains in one packet, beside which the pin has room."""
+
 _FRAME: Final = struct.Struct("<B7s4Q")
 _PADDING: Final = bytes(7)
 
@@ -65,6 +68,12 @@ class Kind(IntEnum):
     """nbytes. Eager messages of this cost were taken since the last."""
     RING = 8
     """nbytes. The sender's ring: the packet carries its descriptor. Once, before the first STAGED or PIECE."""
+    VIEW = 9
+    """number, tag, nbytes. A view that waits at the sender as an announced message does. A PULL wants nothing, or all
+    that was not shown yet, and is answered with one GRAINS; so is the next, until all is shown."""
+    GRAINS = 10
+    """number, nbytes, offset. The packet carries descriptors of the next grains of a pulled view, from `offset` on, of
+    `nbytes` each; with the last of them, as its last descriptor, the pin."""
 
 
 _FIELDS: Final = {
@@ -76,6 +85,8 @@ _FIELDS: Final = {
     Kind.RELEASE: {"offset"},
     Kind.CREDIT: {"nbytes"},
     Kind.RING: {"nbytes"},
+    Kind.VIEW: {"number", "tag", "nbytes"},
+    Kind.GRAINS: {"number", "nbytes", "offset"},
 }
 _ABSENT: Final = {kind: tuple({"number", "tag", "nbytes", "offset"} - fields) for kind, fields in _FIELDS.items()}
 
@@ -110,6 +121,11 @@ def decode(packet: memoryview) -> Frame:
     if len(packet) - FRAME_BYTES != payload_bytes:
         raise violation("packet", f"{len(packet)} bytes", f"{FRAME_BYTES + payload_bytes} for this {kind.name}")
     return frame
+
+
+def grains_at_once(left_bytes: int, grain_bytes: int) -> int:
+    """Grains in the next packet of a view of which so much was not shown yet."""
+    return min(GRAINS_AT_ONCE, -(-left_bytes // grain_bytes))
 
 
 def eager_cost(nbytes: int) -> int:

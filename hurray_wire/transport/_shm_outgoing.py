@@ -3,13 +3,18 @@
 A message that is short goes with the socket. A longer one is either *staged*, already in the ring when it is sent, or
 *announced*, and copied into the ring piece by piece once the peer has asked for it. Only what the peer asked for takes
 free ranges of the ring, and staging leaves a slot of it free: so a message that nobody receives holds up no other.
+
+Memory that the peer may map as it is, a view, is announced too; its descriptors go out as the peer asks for them, so
+that those of one who reads nothing do not pile up on their way.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -22,10 +27,12 @@ from hurray_wire.transport._shm_frames import (
     Frame,
     Kind,
     eager_cost,
+    grains_at_once,
     violation,
 )
 from hurray_wire.transport._shm_ring import Ring, round_up
 from hurray_wire.transport.base import Buffer, Completion
+from hurray_wire.view import Shown
 
 Finish = Callable[[Completion, HurrayError | None], None]
 """Makes a completion due."""
@@ -34,8 +41,14 @@ Finish = Callable[[Completion, HurrayError | None], None]
 class Emit(Protocol):
     """Sends a frame to the peer, now or as soon as there is room."""
 
-    def __call__(self, frame: Frame, payload: bytes = b"", descriptor: int | None = None) -> None:
-        """The descriptor is closed once it has been sent."""
+    def __call__(
+        self,
+        frame: Frame,
+        payload: bytes = b"",
+        descriptors: Sequence[int] = (),
+        over: Callable[[], None] | None = None,
+    ) -> None:
+        """`over`: called once the frame has been sent, or never will be."""
 
 
 @dataclass(eq=False, slots=True)
@@ -51,6 +64,14 @@ class _Send:
     released_bytes: int = 0
 
 
+@dataclass(eq=False, slots=True)
+class _Show:
+    tag: int
+    shown: Shown
+    done: Completion
+    shown_bytes: int = 0
+
+
 class Outgoing:
     """One direction of one connection. Raises ProtocolViolation for what the peer may not say."""
 
@@ -64,8 +85,9 @@ class Outgoing:
         self._staged_bytes = 0
         self._next_number = 0
         self._eager_used_bytes = 0
-        self._announced: dict[int, _Send] = {}
-        self._held: deque[_Send] = deque()
+        self._announced: dict[int, _Send | _Show] = {}
+        self._showing: dict[int, _Show] = {}
+        self._held: deque[_Send | _Show] = deque()
         self._pulled: deque[tuple[int, _Send]] = deque()
         self._in_ring: dict[int, tuple[_Send, int]] = {}
         self._staged_count = 0
@@ -98,23 +120,27 @@ class Outgoing:
     def send(self, tag: int, buffer: Buffer, done: Completion) -> None:
         """Begin to send; `done` becomes due later."""
         send = _Send(tag, buffer, done, self._staged_at(buffer))
-        if buffer.nbytes <= EAGER_MAX_BYTES and self._send_eager(send):
-            return
-        if len(self._announced) + self._staged_count >= MAX_ANNOUNCED:
-            self._held.append(send)
-        else:
-            self._announce(send)
+        if buffer.nbytes > EAGER_MAX_BYTES or not self._send_eager(send):
+            self._announce_or_hold(send)
+
+    def show(self, tag: int, shown: Shown, done: Completion) -> None:
+        """Begin to show memory; `done` becomes due once its last descriptor was sent, or when it was not wanted."""
+        self._announce_or_hold(_Show(tag, shown, done))
 
     def on_pull(self, number: int, nbytes: int) -> None:
-        """The peer takes an announced message, and wants this much of it."""
-        send = self._announced.get(number)
+        """The peer takes an announced message, and wants this much of it; or more of a view."""
+        send = self._announced.pop(number, None) or self._showing.get(number)
         if send is None:
             raise violation("number", number, "a message that was announced and not yet taken")
-        if nbytes > send.buffer.nbytes:
-            raise violation("nbytes", nbytes, f"at most the {send.buffer.nbytes} of the message")
-        del self._announced[number]
         self._announce_held()
+        if isinstance(send, _Show):
+            self._showing[number] = send
+            self._show_more(number, send, nbytes)
+            return
         send.wanted_bytes = nbytes
+        if nbytes > send.buffer.nbytes:
+            self._announced[number] = send  # it ends with all others
+            raise violation("nbytes", nbytes, f"at most the {send.buffer.nbytes} of the message")
         if nbytes == 0:
             self._finish(send.done, None)
         else:
@@ -150,9 +176,13 @@ class Outgoing:
         """Every send ends with this error, and the ring is let go of."""
         pulled = [send for _, send in self._pulled]
         in_ring = [send for send, _ in self._in_ring.values()]
-        for send in dict.fromkeys([*self._announced.values(), *self._held, *pulled, *in_ring]):
+        showing = self._showing.values()
+        for send in dict.fromkeys([*self._announced.values(), *self._held, *showing, *pulled, *in_ring]):
+            if isinstance(send, _Show):
+                send.shown.pin.close()
             self._finish(send.done, error)
         self._announced.clear()
+        self._showing.clear()
         self._held.clear()
         self._pulled.clear()
         self._in_ring.clear()
@@ -180,9 +210,19 @@ class Outgoing:
         self._finish(send.done, None)
         return True
 
-    def _announce(self, send: _Send) -> None:
-        nbytes = send.buffer.nbytes
-        if send.offset is None:
+    def _announce_or_hold(self, send: _Send | _Show) -> None:
+        if len(self._announced) + self._staged_count >= MAX_ANNOUNCED:
+            self._held.append(send)
+        else:
+            self._announce(send)
+
+    def _announce(self, send: _Send | _Show) -> None:
+        nbytes = send.shown.nbytes if isinstance(send, _Show) else send.buffer.nbytes
+        if isinstance(send, _Show):
+            self._announced[self._next_number] = send
+            self._emit(Frame(Kind.VIEW, number=self._next_number, tag=send.tag, nbytes=nbytes))
+            self._next_number += 1
+        elif send.offset is None:
             self._announced[self._next_number] = send
             self._emit(Frame(Kind.ANNOUNCE, number=self._next_number, tag=send.tag, nbytes=nbytes))
             self._next_number += 1
@@ -195,6 +235,30 @@ class Outgoing:
         while self._held and len(self._announced) + self._staged_count < MAX_ANNOUNCED:
             self._announce(self._held.popleft())
 
+    def _show_more(self, number: int, show: _Show, nbytes: int) -> None:
+        shown, done_bytes = show.shown, show.shown_bytes
+        left_bytes = shown.nbytes - done_bytes
+        if nbytes == 0 and done_bytes == 0:
+            self._end_show(number)
+            return
+        if nbytes != left_bytes:
+            raise violation("nbytes", nbytes, f"the {left_bytes} of the view that were not shown yet")
+        first = done_bytes // shown.grain_bytes
+        count = grains_at_once(left_bytes, shown.grain_bytes)
+        grains = shown.grains[first : first + count]
+        show.shown_bytes = min(shown.nbytes, done_bytes + count * shown.grain_bytes)
+        frame = Frame(Kind.GRAINS, number=number, nbytes=shown.grain_bytes, offset=done_bytes)
+        if show.shown_bytes < shown.nbytes:
+            self._emit(frame, descriptors=grains)
+        else:
+            self._emit(frame, descriptors=(*grains, shown.pin.fileno()), over=partial(self._end_show, number))
+
+    def _end_show(self, number: int) -> None:
+        show = self._showing.pop(number, None)
+        if show is not None:
+            show.shown.pin.close()
+            self._finish(show.done, None)
+
     def _require_ring(self) -> Ring:
         if self._ring is None:
             nbytes = self._staging_bytes + self._slot_bytes
@@ -202,7 +266,8 @@ class Outgoing:
                 self._ring = Ring(nbytes)
             except OSError as error:
                 raise PeerUnavailable(f"no memory for a ring of {nbytes} bytes: {error}", stage="data_plane") from error
-            self._emit(Frame(Kind.RING, nbytes=nbytes), descriptor=self._ring.descriptor)
+            descriptor = self._ring.descriptor
+            self._emit(Frame(Kind.RING, nbytes=nbytes), descriptors=(descriptor,), over=partial(os.close, descriptor))
         return self._ring
 
     def _pump(self) -> None:

@@ -24,9 +24,9 @@ from typing import Final
 
 import numpy as np
 
+from hurray_wire import memfd
 from hurray_wire.errors import ProtocolViolation
 from hurray_wire.limits import PAGE_BYTES
-from hurray_wire.transport import _memfd
 from hurray_wire.transport._shm_frames import violation
 from hurray_wire.transport._shm_packets import Packet
 
@@ -135,21 +135,21 @@ def check_welcome(packet: Packet, own: Identity, listener: Identity, nonces: byt
 def _read(layout: struct.Struct, magic: bytes, packet: Packet, *, carries: bool) -> tuple[bytes, ...]:
     if len(packet.data) != layout.size or packet.data[: len(magic)] != magic:
         raise violation("handshake", f"{len(packet.data)} bytes", f"{layout.size} bytes that begin with {magic!r}")
-    if (packet.descriptor is not None) != carries:
-        raise violation("handshake", "a descriptor" if not carries else "none", "none" if not carries else "one")
+    if len(packet.descriptors) != carries:
+        raise violation("handshake", f"{len(packet.descriptors)} descriptors", int(carries))
     return layout.unpack(packet.data)
 
 
 def _memory_of(proof: bytes) -> int:
-    descriptor, memory = _memfd.create("hurray-proof", PAGE_BYTES)
+    descriptor, memory = memfd.create("hurray-proof", PAGE_BYTES)
     memory[: len(proof)] = np.frombuffer(proof, np.uint8)
     return descriptor
 
 
 def _read_memory(packet: Packet) -> bytes:
-    assert packet.descriptor is not None
+    (descriptor,) = packet.descriptors
     try:
-        return _memfd.map_received(packet.descriptor, PAGE_BYTES)[: hashlib.sha256().digest_size].tobytes()
+        return memfd.map_received(descriptor, PAGE_BYTES)[: hashlib.sha256().digest_size].tobytes()
     except OSError as error:
         raise violation("memory", os.strerror(error.errno or 0), "a mapping") from error
 

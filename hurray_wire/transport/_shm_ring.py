@@ -7,8 +7,8 @@ cache, and what is free stays in one piece.
 
 from __future__ import annotations
 
+from hurray_wire import memfd
 from hurray_wire.limits import PAGE_BYTES
-from hurray_wire.transport import _memfd
 from hurray_wire.transport.base import Buffer
 
 
@@ -62,7 +62,7 @@ class Ring:
     """Memory and its ranges. `descriptor` is handed to the peer, then closed."""
 
     def __init__(self, nbytes: int) -> None:
-        self.descriptor, self.memory = _memfd.create("hurray-ring", nbytes)
+        self.descriptor, self.memory = memfd.create("hurray-ring", nbytes)
         self.ranges = Ranges(nbytes)
         self._address = self.memory.ctypes.data
 

@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from hurray_wire.errors import HurrayError
+from hurray_wire.errors import HurrayError, Misuse
+from hurray_wire.view import Shown, View
 
 Completion = Callable[[HurrayError | None], None]
 """Called once with None, or with the error that ended the operation."""
@@ -85,6 +86,15 @@ class Endpoint(ABC):
     @abstractmethod
     def discard(self, tag: int, done: Completion) -> None:
         """Take a message that the peer did send and nobody posted a receive for, and drop it."""
+
+    def send_view(self, tag: int, shown: Shown, done: Completion) -> None:  # noqa: ARG002 -- for those that can
+        """Show memory to the peer, which has posted a `receive_view` with this tag, or will; errors as in `send`.
+        Completed, the descriptors are the peer's too; the pin tells how long it needs them."""
+        raise Misuse("this transport shows no memory")
+
+    def receive_view(self, tag: int, view: View, done: Completion) -> None:  # noqa: ARG002 -- for those that can
+        """Post a view for memory that the peer shows with this tag: of exactly its size, mapped when it completes."""
+        raise Misuse("this transport shows no memory")
 
     def take_staging(self, nbytes: int) -> Buffer | None:  # noqa: ARG002 -- for transports that have memory of their own
         """Memory of the transport's own, uint8 [nbytes], from which a send copies no more. None: there is none (now).

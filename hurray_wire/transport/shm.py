@@ -19,8 +19,7 @@ import os
 import select
 import socket
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,6 +52,7 @@ from hurray_wire.transport._shm_outgoing import Outgoing
 from hurray_wire.transport._shm_packets import Closed, Packet, PacketSocket
 from hurray_wire.transport.base import Buffer, Completion, Endpoint, Transport, TransportParameters
 from hurray_wire.transport.settings import check_settings
+from hurray_wire.view import Shown, View
 
 DEFAULT_PATH: Final = "/run/hurray/hurrayd.sock"
 
@@ -147,11 +147,29 @@ class _Guest:
                     raise violation("handshake", "a packet before Welcome", "none")
                 self.said = proof.read_hello(packet, transport._identity, self._nonce)
             finally:
-                _close(packet.descriptor)
+                packet.close()
         except (Closed, HurrayError):
             transport._drop_guest(self)
         else:
             transport._seat(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsent:
+    """A frame that waits for room in the socket. `over` is called once, when it is sent or dropped."""
+
+    frame: bytes
+    payload: bytes
+    descriptors: Sequence[int]
+    over: Callable[[], None] | None
+
+    @property
+    def nbytes(self) -> int:
+        return FRAME_BYTES + len(self.payload)
+
+    def end(self) -> None:
+        if self.over is not None:
+            self.over()
 
 
 class ShmEndpoint(Endpoint):
@@ -175,7 +193,7 @@ class ShmEndpoint(Endpoint):
         self._nonces = b""
         self._proven = False
         self._ended_by: HurrayError | None = None
-        self._unsent: deque[tuple[bytes, bytes, int | None]] = deque()
+        self._unsent: deque[_Unsent] = deque()
         self._unsent_bytes = 0
         self._deaf = False
         config = transport._config
@@ -202,14 +220,24 @@ class ShmEndpoint(Endpoint):
 
     def receive(self, tag: int, buffer: Buffer, done: Completion) -> None:
         assert buffer.nbytes > 0
-        self._take(tag, buffer, done)
+        self._take(tag, done, buffer=buffer)
 
     def discard(self, tag: int, done: Completion) -> None:
-        self._take(tag, None, done)
+        self._take(tag, done)
 
-    def _take(self, tag: int, buffer: Buffer | None, done: Completion) -> None:
+    def send_view(self, tag: int, shown: Shown, done: Completion) -> None:
         if self.alive:
-            self._incoming.receive(tag, buffer, done)
+            self._outgoing.show(tag, shown, done)
+        else:
+            shown.pin.close()
+            self._transport._finish(done, self._gone("the connection is closed"))
+
+    def receive_view(self, tag: int, view: View, done: Completion) -> None:
+        self._take(tag, done, view=view)
+
+    def _take(self, tag: int, done: Completion, *, buffer: Buffer | None = None, view: View | None = None) -> None:
+        if self.alive:
+            self._incoming.receive(tag, done, buffer=buffer, view=view)
         else:
             self._transport._finish(done, self._gone("the connection is closed"))
 
@@ -301,7 +329,7 @@ class ShmEndpoint(Endpoint):
             try:
                 self._handle(packet)
             finally:
-                _close(packet.descriptor)
+                packet.close()
             if self._incoming.copied_bytes - copied_before >= _COPY_AT_ONCE_BYTES:
                 return
 
@@ -316,18 +344,19 @@ class ShmEndpoint(Endpoint):
 
     def _obey(self, packet: Packet) -> None:
         frame = decode(packet.data)
-        if (packet.descriptor is not None) != (frame.kind is Kind.RING):
-            raise violation("descriptor", "none" if packet.descriptor is None else "one", f"what {frame.kind.name} has")
+        if frame.kind is not Kind.GRAINS and len(packet.descriptors) != (frame.kind is Kind.RING):
+            raise violation("descriptors", len(packet.descriptors), f"what {frame.kind.name} has")
         match frame.kind:
-            case Kind.EAGER | Kind.ANNOUNCE | Kind.STAGED:
+            case Kind.EAGER | Kind.ANNOUNCE | Kind.VIEW | Kind.STAGED:
                 if frame.kind is Kind.EAGER and frame.nbytes > EAGER_MAX_BYTES:
                     raise violation("nbytes", frame.nbytes, f"at most {EAGER_MAX_BYTES}")
                 self._incoming.on_message(frame, packet.data[FRAME_BYTES:])
             case Kind.PIECE:
                 self._incoming.on_piece(frame)
+            case Kind.GRAINS:
+                self._incoming.on_grains(frame, packet.descriptors)
             case Kind.RING:
-                assert packet.descriptor is not None
-                self._incoming.on_ring(frame.nbytes, packet.descriptor)
+                self._incoming.on_ring(frame.nbytes, *packet.descriptors)
             case Kind.PULL:
                 self._outgoing.on_pull(frame.number, frame.nbytes)
             case Kind.RELEASE:
@@ -335,9 +364,16 @@ class ShmEndpoint(Endpoint):
             case Kind.CREDIT:
                 self._outgoing.on_credit(frame.nbytes)
 
-    def _emit(self, frame: Frame, payload: bytes = b"", descriptor: int | None = None) -> None:
-        self._unsent.append((frame.encode(), payload, descriptor))
-        self._unsent_bytes += FRAME_BYTES + len(payload)
+    def _emit(
+        self,
+        frame: Frame,
+        payload: bytes = b"",
+        descriptors: Sequence[int] = (),
+        over: Callable[[], None] | None = None,
+    ) -> None:
+        unsent = _Unsent(frame.encode(), payload, descriptors, over)
+        self._unsent.append(unsent)
+        self._unsent_bytes += unsent.nbytes
         if self._unsent_bytes > _MAX_UNSENT_BYTES:
             self._lose_soon(violation("peer", "not reading", "reading what it makes this side say"))
         if len(self._unsent) == 1:
@@ -348,15 +384,19 @@ class ShmEndpoint(Endpoint):
             return
         blocked = False
         while self._unsent and not blocked:
-            head, payload, descriptor = self._unsent[0]
+            unsent = self._unsent[0]
+            parts = [unsent.frame, unsent.payload] if unsent.payload else [unsent.frame]
             try:
-                blocked = not self._deaf and not self._link.send([head, payload] if payload else [head], descriptor)
+                blocked = not self._deaf and not self._link.send(parts, unsent.descriptors)
             except Closed:
                 self._deaf = True  # what it sent before is still to be read; then reading tells of the end
+            except PeerUnavailable as error:
+                self._deaf = True
+                self._lose_soon(error)
             if not blocked:
                 self._unsent.popleft()
-                self._unsent_bytes -= FRAME_BYTES + len(payload)
-                _close(descriptor)
+                self._unsent_bytes -= unsent.nbytes
+                unsent.end()
         self._transport._watch_room(self._link.fileno(), wanted=blocked)
 
     # --- ending --------------------------------------------------------------------------------------------------
@@ -376,8 +416,8 @@ class ShmEndpoint(Endpoint):
         self._ended_by = error
         self._outgoing.end(error)
         self._incoming.end(error)
-        for _, _, descriptor in self._unsent:
-            _close(descriptor)
+        for unsent in self._unsent:
+            unsent.end()
         self._unsent.clear()
         if self._link is not None:
             self._transport._unwatch(self._link.fileno())
@@ -564,13 +604,7 @@ def _read_boot_id() -> str:
 def _say(link: PacketSocket, said: bytes, descriptor: int) -> None:
     """A word of the handshake. Raises Closed also where there is no room for it: it is the first on its way."""
     try:
-        if not link.send([said], descriptor):
+        if not link.send([said], (descriptor,)):
             raise Closed
     finally:
         os.close(descriptor)
-
-
-def _close(descriptor: int | None) -> None:
-    if descriptor is not None:
-        with suppress(OSError):
-            os.close(descriptor)

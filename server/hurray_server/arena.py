@@ -1,4 +1,4 @@
-"""The mover's memory: one block, given out in extents of whole pages.
+"""The mover's memory: grains in one range of addresses, given out in extents of whole pages.
 
 Every extent belongs to one transfer and is in one state; free + held + receiving + quarantined = total at all times.
 
@@ -6,16 +6,21 @@ Every extent belongs to one transfer and is in one state; free + held + receivin
     quarantined   that transfer failed, and its peer may still write to it
     held          a committed snapshot's; read-only from here on
 
-An extent that is freed while readers have it stays held until the last of them is done. Thread-safe.
+An extent that is freed while readers have it stays held until the last of them is done.
+
+A large extent has grains of its own, so that they can be shown to readers (`show`); small ones share grains. A grain
+that was shown is known to that tenant for good, whatever became of the reader: until it is replaced by fresh memory it
+takes that tenant's bytes only. A tenant is a number, which means nothing here.
+
+Thread-safe.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import threading
 from bisect import bisect_left
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -24,6 +29,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from hurray_server.grains import Grains, grain_bytes_for
 from hurray_wire.errors import ArenaFull, DataPlaneUnavailable
 from hurray_wire.image import align
 from hurray_wire.limits import PAGE_BYTES
@@ -33,9 +39,8 @@ Bytes = npt.NDArray[np.uint8]
 RETRY_AFTER_S: Final = 1.0
 """When a source that found the arena full may ask again, where nobody knows better."""
 
-_PREFAULT_STEP_BYTES: Final = 32 << 20
-_MADV_POPULATE_WRITE: Final = 23
-"""Linux 5.14: touch pages for writing without changing what is in them."""
+_WASTE_MAX: Final = 1 / 4
+"""A snapshot that would leave more than this part of its own size unused has no grains of its own."""
 
 
 class ExtentState(Enum):
@@ -57,10 +62,24 @@ class Usage:
     quarantined_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Showable:
+    """What a reader may map: `nbytes` from the beginning of the first grain on. The descriptors are the arena's."""
+
+    grains: tuple[int, ...]
+    grain_bytes: int
+    nbytes: int
+
+
 @dataclass(slots=True)
 class _Extent:
     offset: int
     nbytes: int
+    used_bytes: int
+    """How much of it was asked for."""
+    tenant: int
+    own_grains: bool
+    is_shown: bool = False
     state: ExtentState = ExtentState.RECEIVING
     reader_count: int = 0
     doomed: bool = False
@@ -69,7 +88,9 @@ class _Extent:
 class Arena:
     """See the module. `owner` is the number of the transfer that an extent was reserved for."""
 
-    def __init__(self, total_bytes: int, *, on_change: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, total_bytes: int, *, grain_bytes: int | None = None, on_change: Callable[[], None] = lambda: None
+    ) -> None:
         """Raises DataPlaneUnavailable where the host does not have that much memory."""
         self.total_bytes: Final = align(total_bytes)
         self._on_change = on_change
@@ -83,7 +104,7 @@ class Arena:
                 required=f"<= {available}",
             )
         try:
-            self._map = mmap.mmap(-1, self.total_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._grains = Grains(self.total_bytes, grain_bytes or grain_bytes_for(self.total_bytes))
         except OSError as error:
             raise DataPlaneUnavailable(
                 f"no memory for the arena: {error.strerror}",
@@ -91,42 +112,82 @@ class Arena:
                 field="arena.bytes",
                 offered=self.total_bytes,
             ) from None
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self._memory: Bytes = np.frombuffer(self._map, dtype=np.uint8)
+        if _commits_strictly() and not self.prefault():
+            # Touched later, memory that the host has promised to others would be a SIGBUS.
+            raise DataPlaneUnavailable(
+                "the host does not commit so much memory", stage="start", field="arena.bytes", offered=self.total_bytes
+            )
+        self.grain_bytes: Final = self._grains.grain_bytes
+        self._memory: Bytes = self._grains.memory
         self._lock = threading.Lock()
         self._extents: dict[int, _Extent] = {}
         self._free: list[tuple[int, int]] = [(0, self.total_bytes)]
         self._bytes = dict.fromkeys(ExtentState, 0)
+        self._shown: dict[int, set[int]] = {}
+        """Numbers of the grains that were shown to a tenant."""
+        self._in_use: Counter[int] = Counter()
+        """Bytes of each grain that are in extents."""
+
+    @property
+    def shows(self) -> bool:
+        """Whether this system lets memory be shown at all."""
+        return bool(self._grains.descriptors)
 
     def prefault(self) -> bool:
         """Touch all of it, contents unchanged. False where the kernel does not (Linux before 5.14, memory is short)."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        address = self._memory.ctypes.data
-        for offset in range(0, self.total_bytes, _PREFAULT_STEP_BYTES):
-            size = min(_PREFAULT_STEP_BYTES, self.total_bytes - offset)
-            # Through ctypes, which releases the GIL meanwhile; mmap.madvise does not.
-            if libc.madvise(ctypes.c_void_p(address + offset), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
-                return False
-        return True
+        return self._grains.populate()
 
-    def reserve(self, owner: int, nbytes: int) -> Bytes:
-        """The first free extent that is large enough, receiving. Raises ArenaFull."""
+    def reserve(self, owner: int, nbytes: int, tenant: int = 0) -> Bytes:
+        """The first free extent that is large enough and that nobody else has seen, receiving. Raises ArenaFull."""
         assert owner not in self._extents, owner
         size = max(PAGE_BYTES, align(nbytes))
         with self._lock:
-            position = next((number for number, (_, free) in enumerate(self._free) if free >= size), None)
-            if position is None:
+            placed = self._place(size, tenant)
+            if placed is None:
                 raise self._full(size)
-            offset, free = self._free[position]
-            if free == size:
-                del self._free[position]
-            else:
-                self._free[position] = (offset + size, free - size)
-            self._extents[owner] = _Extent(offset, size)
-            self._bytes[ExtentState.RECEIVING] += size
+            offset, taken = placed
+            extent = _Extent(offset, taken, nbytes, tenant, own_grains=self._is_own(offset, taken))
+            strange = self._shown_to_others(tenant).intersection(self._grains_of(extent))
+            self._take(extent)
+            self._extents[owner] = extent
         self._on_change()
+        try:
+            for grain in strange:
+                self._replace(grain)
+        except OSError as error:
+            self.free(owner)
+            raise ArenaFull(
+                f"no fresh memory for the snapshot: {error.strerror}", retry_after_s=RETRY_AFTER_S, offered=size
+            ) from None
         return self._memory[offset : offset + nbytes]
+
+    def _replace(self, grain: int) -> None:
+        """Of an extent that is only about to be used: its memory may take its time, outside the lock."""
+        self._grains.replace(grain)
+        with self._lock:
+            for seen in self._shown.values():
+                seen.discard(grain)
+
+    def shows_whole(self, owner: int) -> bool:
+        """Whether a held snapshot can be shown."""
+        with self._lock:
+            extent = self._extents.get(owner)
+            return extent is not None and extent.own_grains
+
+    def show(self, owner: int) -> Showable | None:
+        """The grains of a pinned snapshot, known to its tenant from now on; None if they are not its own."""
+        with self._lock:
+            extent = self._extents[owner]
+            assert extent.reader_count > 0, extent
+            if not extent.own_grains:
+                return None
+            grains = self._grains_of(extent)
+            if not extent.is_shown:
+                extent.is_shown = True
+                self._memory[extent.offset + extent.used_bytes : extent.offset + extent.nbytes] = 0
+                self._shown.setdefault(extent.tenant, set()).update(grains)
+            descriptors = tuple(self._grains.descriptors[grain] for grain in grains)
+            return Showable(descriptors, self.grain_bytes, align(extent.used_bytes))
 
     def quarantine(self, owner: int) -> None:
         """The transfer failed; its peer may still write. Nothing happens for one that has no extent."""
@@ -206,6 +267,7 @@ class Arena:
             return
         del self._extents[owner]
         self._bytes[extent.state] -= extent.nbytes
+        self._count_in_use(extent.offset, -extent.nbytes)
         offset, nbytes = extent.offset, extent.nbytes
         position = bisect_left(self._free, (offset, 0))
         if position < len(self._free) and self._free[position][0] == offset + nbytes:
@@ -216,17 +278,81 @@ class Arena:
             offset, nbytes = before, size + nbytes
         self._free.insert(position, (offset, nbytes))
 
+    # --- places ---------------------------------------------------------------------------------------------------
+
+    def _place(self, size: int, tenant: int) -> tuple[int, int] | None:
+        """Offset and size of the extent for `size` bytes: in grains of its own where that is worth it, from the end;
+        else from the beginning. Without replacing a grain where that can be."""
+        grain = self.grain_bytes
+        whole = -(-size // grain) * grain
+        if self.shows and whole - size <= size * _WASTE_MAX:
+            for replacing in (False, True):
+                for start, end in reversed(list(self._runs(tenant, replacing=replacing))):
+                    offset = (end - whole) // grain * grain
+                    if offset >= start:
+                        return offset, whole
+        for replacing in (False, True):
+            for start, end in self._runs(tenant, replacing=replacing):
+                if end - start >= size:
+                    return start, size
+        return None
+
+    def _runs(self, tenant: int, *, replacing: bool) -> Iterator[tuple[int, int]]:
+        """Free ranges that this tenant's bytes may go to, in order. `replacing`: grains that others have seen count,
+        too, where nothing else is in them."""
+        shown = self._shown_to_others(tenant)
+        barred = sorted(grain for grain in shown if self._in_use[grain] or not replacing)
+        for offset, nbytes in self._free:
+            start, end = offset, offset + nbytes
+            for grain in barred[bisect_left(barred, start // self.grain_bytes) :]:
+                if grain * self.grain_bytes >= end:
+                    break
+                if grain * self.grain_bytes > start:
+                    yield start, grain * self.grain_bytes
+                start = (grain + 1) * self.grain_bytes
+            if start < end:
+                yield start, end
+
+    def _shown_to_others(self, tenant: int) -> set[int]:
+        return set().union(*(seen for to, seen in self._shown.items() if to != tenant))
+
+    def _is_own(self, offset: int, nbytes: int) -> bool:
+        """Whether an extent is made of whole grains."""
+        whole = offset % self.grain_bytes == nbytes % self.grain_bytes == 0
+        return whole and self.shows
+
+    def _grains_of(self, extent: _Extent) -> range:
+        return range(extent.offset // self.grain_bytes, -(-(extent.offset + extent.nbytes) // self.grain_bytes))
+
+    def _take(self, extent: _Extent) -> None:
+        """Out of the free ranges."""
+        end = extent.offset + extent.nbytes
+        position = bisect_left(self._free, (extent.offset + 1, 0)) - 1
+        start, nbytes = self._free.pop(position)
+        left = [(start, extent.offset - start), (end, start + nbytes - end)]
+        self._free[position:position] = [piece for piece in left if piece[1]]
+        self._bytes[ExtentState.RECEIVING] += extent.nbytes
+        self._count_in_use(extent.offset, extent.nbytes)
+
+    def _count_in_use(self, offset: int, nbytes: int) -> None:
+        sign, end = (1 if nbytes > 0 else -1), offset + abs(nbytes)
+        while offset < end:
+            step = min(end, (offset // self.grain_bytes + 1) * self.grain_bytes) - offset
+            self._in_use[offset // self.grain_bytes] += sign * step
+            offset += step
+
 
 class TransferMemory:
-    """The arena as one receiving transfer sees it (`hurray_wire.payload.ImageMemory`)."""
+    """The arena as one receiving transfer of a tenant sees it (`hurray_wire.payload.ImageMemory`)."""
 
-    def __init__(self, arena: Arena, transfer: int) -> None:
+    def __init__(self, arena: Arena, transfer: int, tenant: int = 0) -> None:
         self._arena = arena
         self._transfer = transfer
+        self._tenant = tenant
 
     def reserve(self, nbytes: int) -> Bytes:
         """See ImageMemory."""
-        return self._arena.reserve(self._transfer, nbytes)
+        return self._arena.reserve(self._transfer, nbytes, self._tenant)
 
     def settling(self) -> None:
         """See ImageMemory."""
@@ -249,3 +375,11 @@ def _available_bytes() -> int | None:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
     return None
+
+
+def _commits_strictly() -> bool:
+    """Whether the host lets nobody have memory that it may not be able to give (vm.overcommit_memory = 2)."""
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii").strip() == "2"
+    except OSError:
+        return False

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hurray_wire import memfd
 from hurray_wire.errors import PeerUnavailable, ProtocolViolation
 from hurray_wire.limits import PAGE_BYTES
 from hurray_wire.testing.transport_suite import (
@@ -26,12 +27,13 @@ from hurray_wire.testing.transport_suite import (
     post_send,
     settle,
 )
-from hurray_wire.transport import _memfd, shm
 from hurray_wire.transport import _shm_proof as proof
+from hurray_wire.transport import shm
 from hurray_wire.transport._shm_frames import (
     _FIELDS,
     EAGER_CREDIT_BYTES,
     EAGER_MAX_BYTES,
+    GRAINS_AT_ONCE,
     MAX_ANNOUNCED,
     Frame,
     Kind,
@@ -40,6 +42,8 @@ from hurray_wire.transport._shm_packets import Packet
 from hurray_wire.transport._sockets import open_descriptors
 from hurray_wire.transport.base import TransportParameters
 from hurray_wire.transport.shm import ShmConfig, ShmTransport
+from hurray_wire.view import View
+from support.grains import mappings_of, owner_of
 
 RING_BYTES = 1 << 20
 LONG = 100_000
@@ -78,7 +82,7 @@ class Dialer:
         self.socket.settimeout(10)
         settle(transport, quiet_rounds=2)
         self.nonce = proof.draw_nonce()
-        self.theirs = proof.read_challenge(Packet(memoryview(self.socket.recv(1000)), None))
+        self.theirs = proof.read_challenge(Packet(memoryview(self.socket.recv(1000))))
 
     def parameters(self):
         return TransportParameters("shm", self.own.pack(), self.transport.parameters().settings)
@@ -96,13 +100,13 @@ class Dialer:
 
     def hear_welcome(self):
         data, descriptors, _, _ = socket.recv_fds(self.socket, 1000, 4)
-        packet = Packet(memoryview(data), descriptors[0] if descriptors else None)
+        packet = Packet(memoryview(data), tuple(descriptors))
         proof.check_welcome(packet, self.own, self.listener, self.theirs + self.nonce)
         os.close(descriptors[0])
         return self
 
     def offer_ring(self, nbytes=RING_BYTES):
-        descriptor, self.ring = _memfd.create("rogue", nbytes)
+        descriptor, self.ring = memfd.create("rogue", nbytes)
         send(self.socket, Frame(Kind.RING, nbytes=nbytes).encode(), descriptor)
         os.close(descriptor)
 
@@ -311,7 +315,7 @@ def make_descriptor(kind):
         except OSError as error:
             pytest.skip(f"NOT TESTED: this kernel has no huge pages ({error})")
         os.ftruncate(descriptor, 2 << 20)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _memfd.SIZE_SEALS)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, memfd.SIZE_SEALS)
         return descriptor
     descriptor = os.memfd_create("rogue", os.MFD_ALLOW_SEALING)
     os.ftruncate(
@@ -322,7 +326,7 @@ def make_descriptor(kind):
         "may shrink": fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL,
         "may grow": fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL,
         "more seals": fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW,
-    }.get(kind, _memfd.SIZE_SEALS)
+    }.get(kind, memfd.SIZE_SEALS)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     return descriptor
 
@@ -341,7 +345,7 @@ def test_memory_that_is_not_safe_to_map_is_refused(rogue, transport, kind):
 
 
 def test_own_memory_can_neither_shrink_nor_be_written_by_the_peer():
-    descriptor, memory = _memfd.create("own", RING_BYTES)
+    descriptor, memory = memfd.create("own", RING_BYTES)
     reopened = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
     for work in (
         lambda: os.ftruncate(reopened, 0),
@@ -351,7 +355,7 @@ def test_own_memory_can_neither_shrink_nor_be_written_by_the_peer():
     ):
         with pytest.raises(PermissionError):
             work()
-    seen = _memfd.map_received(descriptor, RING_BYTES)
+    seen = memfd.map_received(descriptor, RING_BYTES)
     memory[:] = 7
     assert (seen == 7).all()
     with pytest.raises(ValueError, match="read-only"):
@@ -371,6 +375,159 @@ def test_what_the_peer_writes_after_a_completion_is_not_seen(rogue, transport):
     assert (buffer == pattern(LONG)).all()
 
 
+# --- views -------------------------------------------------------------------------------------------------------
+
+GRAIN = 2 * PAGE_BYTES
+
+
+def make_grains(count, *, nbytes=GRAIN, seals=memfd.SIZE_SEALS):
+    grains = []
+    for _ in range(count):
+        grains.append(os.memfd_create("rogue-grain", os.MFD_ALLOW_SEALING))
+        os.ftruncate(grains[-1], nbytes)
+        fcntl.fcntl(grains[-1], fcntl.F_ADD_SEALS, seals)
+    return grains
+
+
+def show_by_hand(rogue, transport, packets, *, nbytes):
+    """Announce a view that is wanted, then say packets: (frame, descriptors). The view, what came of it, the pin."""
+    view, seen = View(nbytes), Outcome()
+    rogue.endpoint.receive_view(1, view, seen)
+    seen.allowed = True
+    rogue.say(Frame(Kind.VIEW, tag=1, nbytes=nbytes))
+    settle(transport, quiet_rounds=2)
+    watched, given = socket.socketpair()
+    with watched, given:
+        for frame, descriptors in packets:
+            rogue.say(frame, *(given.fileno() if item == "pin" else item for item in descriptors))
+            settle(transport, quiet_rounds=2)
+        for item in {item for _, descriptors in packets for item in descriptors} - {"pin"}:
+            os.close(item)
+    return view, seen
+
+
+def test_a_view_shown_by_hand_is_seen(rogue, transport):
+    grains = make_grains(3)
+    frame = Frame(Kind.GRAINS, nbytes=GRAIN)
+    view, seen = show_by_hand(rogue, transport, [(frame, [*grains, "pin"])], nbytes=2 * GRAIN + 100)
+    assert seen.error is None
+    assert (view.memory == 0).all()
+    assert view.memory.nbytes == 2 * GRAIN + 100
+    assert len(mappings_of("rogue-grain")) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "frame", "pinned"),
+    [
+        ("unsealed", 3, Frame(Kind.GRAINS, nbytes=GRAIN), True),
+        ("may shrink", 3, Frame(Kind.GRAINS, nbytes=GRAIN), True),
+        ("may be unsealed", 3, Frame(Kind.GRAINS, nbytes=GRAIN), True),
+        ("short", 3, Frame(Kind.GRAINS, nbytes=GRAIN), True),
+        ("good", 3, Frame(Kind.GRAINS, nbytes=GRAIN), False),
+        ("good", 2, Frame(Kind.GRAINS, nbytes=GRAIN), True),
+        ("good", 4, Frame(Kind.GRAINS, nbytes=GRAIN), True),
+        ("good", 0, Frame(Kind.GRAINS, nbytes=GRAIN), False),
+        ("good", 3, Frame(Kind.GRAINS, nbytes=GRAIN, offset=GRAIN), True),
+        ("good", 3, Frame(Kind.GRAINS, nbytes=GRAIN, number=1), True),
+        ("good", 3, Frame(Kind.GRAINS, nbytes=0), True),
+        ("good", 3, Frame(Kind.GRAINS, nbytes=100), True),
+        ("good", 3, Frame(Kind.GRAINS, nbytes=2 * GRAIN), True),
+        ("good", 3, Frame(Kind.GRAINS, nbytes=(1 << 64) - PAGE_BYTES), True),
+        ("good", 3, Frame(Kind.GRAINS, nbytes=PAGE_BYTES), True),
+    ],
+)
+def test_grains_that_are_not_as_agreed_are_not_mapped(rogue, transport, kind, count, frame, pinned):
+    seals = {
+        "unsealed": 0,
+        "may shrink": fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL,
+        "may be unsealed": fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW,
+    }.get(kind, memfd.SIZE_SEALS)
+    grains = make_grains(count, nbytes=GRAIN // 2 if kind == "short" else GRAIN, seals=seals)
+    packets = [(frame, [*grains, "pin"] if pinned else grains)]
+    view, seen = show_by_hand(rogue, transport, packets, nbytes=3 * GRAIN)
+    assert isinstance(seen.error, ProtocolViolation)
+    assert isinstance(rogue.lost.errors[0], ProtocolViolation)
+    assert view.memory is None
+    assert not mappings_of("rogue-grain")
+
+
+def test_a_pin_must_be_a_socket(rogue, transport):
+    grains = make_grains(2)
+    frame = Frame(Kind.GRAINS, nbytes=GRAIN)
+    view, seen = show_by_hand(rogue, transport, [(frame, grains)], nbytes=GRAIN)
+    assert isinstance(seen.error, ProtocolViolation)
+    assert seen.error.field == "shm.pin"
+    assert view.memory is None
+    assert not mappings_of("rogue-grain")
+
+
+@pytest.mark.parametrize("wrong", ["offset", "size", "count", "unsealed"])
+def test_later_grains_are_looked_at_like_the_first(rogue, transport, wrong):
+    first = make_grains(GRAINS_AT_ONCE)
+    second = make_grains(2, seals=0 if wrong == "unsealed" else memfd.SIZE_SEALS)
+    shown_bytes = GRAINS_AT_ONCE * GRAIN
+    frame = Frame(
+        Kind.GRAINS,
+        nbytes=2 * GRAIN if wrong == "size" else GRAIN,
+        offset=0 if wrong == "offset" else shown_bytes,
+    )
+    packets = [(Frame(Kind.GRAINS, nbytes=GRAIN), first), (frame, [*second[: 1 if wrong == "count" else 2], "pin"])]
+    view, seen = show_by_hand(rogue, transport, packets, nbytes=shown_bytes + 2 * GRAIN)
+    if wrong == "count":
+        os.close(second[1])
+    assert isinstance(seen.error, ProtocolViolation)
+    assert view.memory is None
+    assert not mappings_of("rogue-grain")
+
+
+@pytest.mark.parametrize("grain_bytes", [PAGE_BYTES, 1 << 40])
+def test_a_view_of_any_size_takes_no_memory_before_its_grains_come(rogue, transport, grain_bytes):
+    """And none at all where there would be too many, or addresses run out."""
+    (grain,) = make_grains(1)
+    frame = Frame(Kind.GRAINS, nbytes=grain_bytes)
+    view, seen = show_by_hand(rogue, transport, [(frame, [grain])], nbytes=1 << 50)
+    assert isinstance(seen.error, ProtocolViolation | PeerUnavailable)
+    assert view.memory is None
+
+
+@pytest.mark.parametrize("pulls", [[1], [3 * GRAIN + 1], [3 * GRAIN, 1], [3 * GRAIN, 0], [0, 0], [3 * GRAIN] * 2])
+def test_pulls_of_a_view_that_make_no_sense_end_the_connection(rogue, transport, pulls):
+    with owner_of(pattern(3 * GRAIN), GRAIN) as owner:
+        shown = Outcome()
+        rogue.endpoint.send_view(1, owner.shown, shown)
+        shown.allowed = True
+        settle(transport, quiet_rounds=2)
+        for nbytes in pulls:
+            rogue.say(Frame(Kind.PULL, nbytes=nbytes))
+        drive([transport], lambda: shown.fired and bool(rogue.lost.errors))
+        assert isinstance(rogue.lost.errors[0], ProtocolViolation)
+        rogue.socket.close()
+        assert not owner.pinned
+
+
+def test_who_takes_no_grains_has_only_a_packet_of_them_on_the_way(rogue, transport):
+    with owner_of(pattern(200 * PAGE_BYTES), PAGE_BYTES) as owner:
+        shown = Outcome()
+        rogue.endpoint.send_view(1, owner.shown, shown)
+        shown.allowed = True
+        settle(transport, quiet_rounds=2)
+        assert rogue.socket.recv(1000) == Frame(Kind.VIEW, tag=1, nbytes=200 * PAGE_BYTES).encode()
+        rogue.say(Frame(Kind.PULL, nbytes=200 * PAGE_BYTES))
+        settle(transport)
+        data, grains, _, _ = socket.recv_fds(rogue.socket, 1000, 253)
+        assert data == Frame(Kind.GRAINS, nbytes=PAGE_BYTES).encode()
+        assert len(grains) == GRAINS_AT_ONCE
+        for grain in grains:
+            os.close(grain)
+        settle(transport)
+        rogue.socket.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            rogue.socket.recv(1000)
+        assert not shown.fired
+        rogue.endpoint.close()
+        drive([transport], lambda: shown.fired)
+
+
 # --- frames ------------------------------------------------------------------------------------------------------
 
 TOP = (1 << 64) - 1
@@ -379,7 +536,7 @@ FRAMES = {
     "empty": b"\0",
     "short": bytes(39),
     "no kind": bytes(40),
-    "unknown kind": b"\x09" + bytes(39),
+    "unknown kind": b"\x0b" + bytes(39),
     "padding": b"\1\1" + Frame(Kind.EAGER, tag=3, nbytes=1).encode()[2:] + b"x",
     "a field it has not": Frame(Kind.EAGER, number=1, tag=3, nbytes=1).encode() + b"x",
     "trailing": Frame(Kind.RELEASE).encode() + b"x",
@@ -401,6 +558,9 @@ FRAMES = {
     "release of nothing": Frame(Kind.RELEASE).encode(),
     "credit for nothing": Frame(Kind.CREDIT, nbytes=1).encode(),
     "ring without memory": Frame(Kind.RING, nbytes=RING_BYTES).encode(),
+    "view, nothing": Frame(Kind.VIEW, tag=1).encode(),
+    "view, number": Frame(Kind.VIEW, number=1, tag=1, nbytes=1).encode(),
+    "grains of nothing": Frame(Kind.GRAINS, nbytes=PAGE_BYTES).encode(),
 }
 
 

@@ -3,6 +3,8 @@
 What a mapping reads can vanish under it: a file that shrinks, or a huge page that the system lacks, is a SIGBUS in
 whoever maps it. So what arrives is mapped only if it is memory of the kernel's own tmpfs, of a size that seals hold.
 The name of a memfd is for people who read /proc; the memory goes with its last descriptor and mapping.
+
+Memory that is read or served for long is mapped into a range of addresses that was taken before, memfd beside memfd.
 """
 
 from __future__ import annotations
@@ -26,10 +28,19 @@ _MFD_NOEXEC_SEAL: Final = 0x0008
 _F_SEAL_FUTURE_WRITE: Final = 0x0010
 _TMPFS_MAGIC: Final = 0x01021994
 
+# mmap(2): not in the modules of every Python that is supported.
+_MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = 0x4000
+
 SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """What received memory must carry: its size is what it is, and stays so."""
 
+HUGE_PAGE_BYTES: Final = 2 << 20
+"""Addresses that are taken for long begin at a multiple of this, so that huge pages can be mapped there."""
+
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
 
 def create(name: str, nbytes: int) -> tuple[int, Bytes]:
@@ -42,11 +53,39 @@ def create(name: str, nbytes: int) -> tuple[int, Bytes]:
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
         memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SIZE_SEALS | _F_SEAL_FUTURE_WRITE)
+        _seal(descriptor)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor, np.frombuffer(memory, np.uint8)
+
+
+def create_at(address: int, name: str, nbytes: int) -> int:
+    """New memory of zero bytes in the place of what is mapped at `address`, writable there: its descriptor.
+
+    Sealed as `create` seals, but not present: it is found page by page as it is touched. Raises OSError; then what was
+    mapped there may be gone.
+    """
+    descriptor = _memfd(name)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        _map_at(address, descriptor, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        _seal(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def take_addresses(nbytes: int, *, writable: bool) -> tuple[mmap.mmap, Bytes]:
+    """`nbytes` of addresses to map memory at, and the array of uint8 [nbytes] over them. All goes, with whatever is
+    mapped there by then, when the last array does. Raises OSError."""
+    prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    taken = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=flags, prot=prot)
+    whole = np.frombuffer(taken, np.uint8)
+    start = -whole.ctypes.data % HUGE_PAGE_BYTES
+    return taken, whole[start : start + nbytes]
 
 
 def map_received(descriptor: int, nbytes: int) -> Bytes:
@@ -55,6 +94,26 @@ def map_received(descriptor: int, nbytes: int) -> Bytes:
     The peer can still write to it. Raises ProtocolViolation for memory that could vanish or has another size, OSError
     where it cannot be mapped.
     """
+    size = _sealed_size(descriptor)
+    if size != nbytes:
+        raise _refusal("size", size, nbytes)
+    memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+    return np.frombuffer(memory, np.uint8)
+
+
+def map_received_at(address: int, descriptor: int, nbytes: int) -> None:
+    """The first `nbytes` of memory that a peer sent, read-only in the place of what is mapped at `address`.
+
+    Raises as `map_received` does; a size is wrong if it is less.
+    """
+    size = _sealed_size(descriptor)
+    if size < nbytes:
+        raise _refusal("size", size, f"at least {nbytes}")
+    _map_at(address, descriptor, nbytes, mmap.PROT_READ)
+
+
+def _sealed_size(descriptor: int) -> int:
+    """Bytes of a peer's memory, which its seals hold. Raises ProtocolViolation for what could vanish."""
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError as error:
@@ -63,11 +122,18 @@ def map_received(descriptor: int, nbytes: int) -> Bytes:
         raise _refusal("seals", f"{seals:#x}", f"{SIZE_SEALS:#x} among them")
     if _filesystem(descriptor) != _TMPFS_MAGIC:
         raise _refusal("filesystem", f"{_filesystem(descriptor):#x}", f"{_TMPFS_MAGIC:#x} (tmpfs, no huge pages)")
-    size = os.fstat(descriptor).st_size
-    if size != nbytes:
-        raise _refusal("size", size, nbytes)
-    memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
-    return np.frombuffer(memory, np.uint8)
+    return os.fstat(descriptor).st_size
+
+
+def _map_at(address: int, descriptor: int, nbytes: int, prot: int) -> None:
+    if _LIBC.mmap(address, nbytes, prot, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0) != address:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _seal(descriptor: int) -> None:
+    """In its size, and against every writing but through the mappings that are there."""
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SIZE_SEALS | _F_SEAL_FUTURE_WRITE)
 
 
 def _refusal(what: str, offered: object, required: object) -> ProtocolViolation:
