@@ -812,7 +812,7 @@ def _outcome(work: Callable[[], Any], transfer: int) -> tuple[Any, HurrayError |
     try:
         return work(), None
     except HurrayError as error:
-        return None, error
+        return None, error.with_traceback(None)  # which would hold what the frames hold: memory of the transfer
     except Exception:
         log_id = uuid.uuid4().hex[:12]
         _log.exception("internal error", log_id=log_id, transfer=transfer)

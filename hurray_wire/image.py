@@ -175,24 +175,18 @@ def check_shared_structure(descriptors: Sequence[Descriptor]) -> None:
                 )
 
 
-def check_view(descriptors: Sequence[Descriptor]) -> None:
-    """Raise Unsupported for a snapshot that no target may take as a view: one with a pool whose bits break rules by
-    themselves. Such a pool is validated by whoever takes it, and memory that others can write never is."""
-    for number, descriptor in enumerate(descriptors):
-        if descriptor.page_bytes is None or descriptor.type_tag == E8M0_TAG:
-            raise Unsupported(
-                "a pool of this type is never a view",
-                tensor=number,
-                field="type_tag",
-                offered=descriptor.element_type.name,
-                required="whole bytes in every page, and no float8_e8m0",
-            )
+def is_viewable(descriptor: Descriptor) -> bool:
+    """Whether a target may take the tensor as a view: not where there is nothing to see, nor where a pool's bits can
+    break rules by themselves. Such a pool is validated by whoever takes it, and memory that others can write never is.
+    """
+    whole_bytes = descriptor.page_bytes is not None
+    return whole_bytes and descriptor.page_pool_bytes > 0 and descriptor.type_tag != E8M0_TAG
 
 
 def plan_image(descriptors: Sequence[Descriptor], chunk_bytes: int, limits: Limits, *, view: bool = False) -> ImagePlan:
     """The plan of a snapshot. `view`: with all that follows the index in one chunk, which is shown.
 
-    Raises GeometryMismatch, InvalidRequest (chunk size), LimitExceeded, and for a view Unsupported (`check_view`).
+    Raises GeometryMismatch, InvalidRequest (chunk size), LimitExceeded, and for a view Unsupported (`is_viewable`).
 
     Costs memory and time in proportion to the buffers, however large they are said to be.
     """
@@ -222,7 +216,7 @@ def plan_image(descriptors: Sequence[Descriptor], chunk_bytes: int, limits: Limi
     cutter.cut()
     index_chunk_count = cutter.chunk_count
     if view:
-        check_view(descriptors)
+        _check_viewable(descriptors)
         cutter.chunk_bytes = offset  # which everything fits
     for tensor, descriptor in enumerate(descriptors):
         for number, buffer in enumerate(descriptor.buffers):
@@ -238,8 +232,20 @@ def plan_image(descriptors: Sequence[Descriptor], chunk_bytes: int, limits: Limi
         buffer_offsets=tuple(offsets),
         chunks=Chunks(cutter.runs),
         index_chunk_count=index_chunk_count,
-        view_chunk=index_chunk_count if view and cutter.chunk_count > index_chunk_count else None,
+        view_chunk=index_chunk_count if view else None,
     )
+
+
+def _check_viewable(descriptors: Sequence[Descriptor]) -> None:
+    for number, descriptor in enumerate(descriptors):
+        if not is_viewable(descriptor):
+            raise Unsupported(
+                "a pool like this is never a view",
+                tensor=number,
+                field="view",
+                offered=f"{descriptor.page_pool_bytes} bytes of {descriptor.element_type.name}",
+                required="some, whole bytes in every page, and no float8_e8m0",
+            )
 
 
 def _check(name: str, offered: int, limit: int) -> None:

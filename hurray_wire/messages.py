@@ -120,7 +120,7 @@ def read_offer(offer: pb.Offer, limits: Limits, policy: Policy = STRICT) -> Offe
     descriptors = tuple(
         _read_descriptor(tensor.descriptor, number, limits, policy) for number, tensor in enumerate(offer.tensors)
     )
-    plan = plan_image(descriptors, offer.chunk_bytes, limits)
+    plan = plan_image(descriptors, offer.chunk_bytes, limits, view=offer.view)
     check_roles([(descriptor.layer_index, descriptor.kv_role_name) for descriptor in descriptors])
     counts = check_token_counts(descriptors[0], np.fromiter(offer.token_counts, np.uint64, len(offer.token_counts)))
     return OfferedSnapshot(descriptors, counts, plan, hash_of(offer.checksum))

@@ -291,7 +291,7 @@ class ViewTarget:
 
     Nothing that the source can still write is validated: index and parameters are validated as private copies, by the
     rules that every target holds. Pages are neither validated nor scrubbed again; the source has done both before it
-    committed them and stays their authority (pools that break rules by themselves are no views, `check_view`).
+    committed them and stays their authority (pools that break rules by themselves are no views, `is_viewable`).
     """
 
     def __init__(

@@ -69,6 +69,9 @@ class Receipt:
     node: str
     """Name of the node that holds it; in the receipt of a get, of the node that it came from."""
 
+    mapped_bytes: int = 0
+    """Bytes that were mapped instead of crossing: a view of the node's memory. No checksum was compared of them."""
+
     @property
     def transfer_s(self) -> float:
         """Seconds in all stages."""
@@ -108,6 +111,7 @@ class Receipt:
             ),
             volatile_memory=message.volatile_memory,
             node=message.node,
+            mapped_bytes=message.mapped_bytes,
         )
 
 

@@ -59,10 +59,19 @@ from hurray_wire.messages import (
 )
 from hurray_wire.orders import Ended, Listener, Output, PrepareCommit, SourceOrder, TargetOrder
 from hurray_wire.pages import runs
-from hurray_wire.payload import ImageTarget, OwnMemory, ScatterTarget, SnapshotSource, SourcePayload, TargetPayload
+from hurray_wire.payload import (
+    ImageTarget,
+    OwnMemory,
+    ScatterTarget,
+    SnapshotSource,
+    SourcePayload,
+    TargetPayload,
+    ViewTarget,
+)
 from hurray_wire.prepare import PreparedSnapshot
 from hurray_wire.snapshot import KVSnapshot, KVTensor
 from hurray_wire.status import from_status, to_status
+from hurray_wire.transport.settings import SHOWING
 from hurray_wire.v1 import transfer_pb2 as pb
 
 _log = structlog.get_logger("hurray.client")
@@ -177,6 +186,7 @@ class GetOrder:
             incarnation=incarnation,
             transports=transports,
             request_id=self.request_id,
+            view=self.destination is None and all(kind in SHOWING for kind in transports),
         )
 
 
@@ -456,12 +466,13 @@ def get_once(node: Node, call: Call, order: GetOrder) -> ReceivedSnapshot:
     transport = _choose_transport(session, order.require_transport)
     exchange = _Exchange(node, session, s.Failed)
     budget_s = call.left_s("offer")
-    exchange.tell(pb.GetRequest(open=order.open(session.plane.incarnation, [transport])))
+    opening = order.open(session.plane.incarnation, [transport])
+    exchange.tell(pb.GetRequest(open=opening))
     exchange.open("Get", budget_s)
     offer = _await_offer(exchange, call, "wait" if order.wait_s else "offer")
     try:
         choose_transport([transport], offer.transports)
-        offered = _check_offer(order, offer)
+        offered = _check_offer(order, opening, offer)
         landing = _Landing(order.destination, offered)
         budget_s = call.left_s("offer")
     except HurrayError as error:
@@ -470,7 +481,8 @@ def get_once(node: Node, call: Call, order: GetOrder) -> ReceivedSnapshot:
     except BaseException:
         exchange.abandon()
         raise
-    reporter = Reporter(call, order.on_progress, offered.plan.wire_bytes) if order.on_progress is not None else None
+    total_bytes = offered.plan.wire_bytes + offered.plan.mapped_bytes
+    reporter = Reporter(call, order.on_progress, total_bytes) if order.on_progress is not None else None
     payload: TargetPayload = landing.payload
     if reporter is not None:
         payload = cast("TargetPayload", Counted(payload, reporter))
@@ -533,17 +545,18 @@ def _await_offer(exchange: _Exchange, call: Call, stage: str) -> pb.Offer:
     raise ProtocolViolation("unexpected message", offered=kind or "nothing", required="offer", stage=stage)
 
 
-def _check_offer(order: GetOrder, offer: pb.Offer) -> OfferedSnapshot:
+def _check_offer(order: GetOrder, opening: pb.GetOpen, offer: pb.Offer) -> OfferedSnapshot:
     """Check what the node offers, before a byte of it moves. Raises what is wrong with it."""
     # A node that knows tenants says whose key it is, where the caller did not.
     own_key = "/" not in order.key and offer.key.endswith(f"/{order.key}")
     for field_name, offered, required in (
         ("key", offer.key, offer.key if own_key else order.key),
         ("generation", offer.generation, order.generation or offer.generation),
+        ("view", offer.view, offer.view and opening.view),
     ):
         if offered != required:
             raise ProtocolViolation(
-                "the node offers another snapshot", field=field_name, offered=offered, required=required
+                "the node offers what was not asked for", field=field_name, offered=offered, required=required
             )
     checked = read_offer(offer, Limits())
     if order.destination is not None:
@@ -557,18 +570,20 @@ class _Landing:
     def __init__(self, destination: Destination | None, offered: OfferedSnapshot) -> None:
         self._destination = destination
         plan, counts = offered.plan, offered.token_counts
-        self.payload: ImageTarget | ScatterTarget
-        if destination is None:
-            self.payload = ImageTarget(plan, counts, OwnMemory(aligned_empty))
-        else:
+        self.payload: ImageTarget | ScatterTarget | ViewTarget
+        if destination is not None:
             self.payload = ScatterTarget(plan, counts, destination, aligned_empty)
+        elif plan.view_chunk is not None:
+            self.payload = ViewTarget(plan, counts, aligned_empty)
+        else:
+            self.payload = ImageTarget(plan, counts, OwnMemory(aligned_empty))
 
     def snapshot(self) -> KVSnapshot:
         """What has arrived. After the commit."""
         payload = self.payload
         if self._destination is not None:
             return self._destination.snapshot()
-        assert isinstance(payload, ImageTarget)
+        assert not isinstance(payload, ScatterTarget)
         assert payload.structure is not None
         tensors = [
             KVTensor(descriptor, payload.buffer(number, 0), tuple(payload.buffers(number)[3:]))
@@ -592,6 +607,7 @@ def _own_receipt(offer: pb.Offer, prepared: PrepareCommit, transport: str) -> pb
         key=offer.key,
         generation=offer.generation,
         wire_bytes=summary.wire_bytes,
+        mapped_bytes=summary.mapped_bytes,
         tensor_count=len(summary.descriptors),
         logical_page_count=summary.logical_page_count,
         distinct_page_count=summary.distinct_page_count,

@@ -12,6 +12,9 @@ from hurray_wire.transport.base import TransportParameters
 KINDS: Final = ("shm", "ucx", "tls", "tcp")
 """The transports that nodes and clients can be told to use."""
 
+SHOWING: Final = ("shm",)
+"""Those of them that can show memory as a view."""
+
 ABSENT = "absent"
 """Stands for a setting that one side did not state."""
 

@@ -27,20 +27,22 @@ class MoverCommand(_message.Message):
     def __init__(self, open_peer: _Optional[_Union[OpenPeer, _Mapping]] = ..., close_peer: _Optional[_Union[ClosePeer, _Mapping]] = ..., begin_target: _Optional[_Union[BeginTarget, _Mapping]] = ..., begin_source: _Optional[_Union[BeginSource, _Mapping]] = ..., input: _Optional[_Union[TransferInput, _Mapping]] = ..., free_snapshot: _Optional[_Union[FreeSnapshot, _Mapping]] = ..., report_usage: _Optional[_Union[ReportUsage, _Mapping]] = ...) -> None: ...
 
 class MoverReport(_message.Message):
-    __slots__ = ("started", "peer_opened", "peer_closed", "peer_lost", "output", "usage")
+    __slots__ = ("started", "peer_opened", "peer_closed", "peer_lost", "output", "usage", "reader_gone")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     PEER_OPENED_FIELD_NUMBER: _ClassVar[int]
     PEER_CLOSED_FIELD_NUMBER: _ClassVar[int]
     PEER_LOST_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
+    READER_GONE_FIELD_NUMBER: _ClassVar[int]
     started: MoverStarted
     peer_opened: PeerOpened
     peer_closed: PeerClosed
     peer_lost: PeerLost
     output: TransferOutput
     usage: MoverUsage
-    def __init__(self, started: _Optional[_Union[MoverStarted, _Mapping]] = ..., peer_opened: _Optional[_Union[PeerOpened, _Mapping]] = ..., peer_closed: _Optional[_Union[PeerClosed, _Mapping]] = ..., peer_lost: _Optional[_Union[PeerLost, _Mapping]] = ..., output: _Optional[_Union[TransferOutput, _Mapping]] = ..., usage: _Optional[_Union[MoverUsage, _Mapping]] = ...) -> None: ...
+    reader_gone: ReaderGone
+    def __init__(self, started: _Optional[_Union[MoverStarted, _Mapping]] = ..., peer_opened: _Optional[_Union[PeerOpened, _Mapping]] = ..., peer_closed: _Optional[_Union[PeerClosed, _Mapping]] = ..., peer_lost: _Optional[_Union[PeerLost, _Mapping]] = ..., output: _Optional[_Union[TransferOutput, _Mapping]] = ..., usage: _Optional[_Union[MoverUsage, _Mapping]] = ..., reader_gone: _Optional[_Union[ReaderGone, _Mapping]] = ...) -> None: ...
 
 class OpenPeer(_message.Message):
     __slots__ = ("peer", "transports")
@@ -59,20 +61,22 @@ class ClosePeer(_message.Message):
     def __init__(self, peer: _Optional[int] = ..., abort: _Optional[bool] = ...) -> None: ...
 
 class BeginTarget(_message.Message):
-    __slots__ = ("transfer", "peer", "offer", "transport", "window", "budget_s")
+    __slots__ = ("transfer", "peer", "offer", "transport", "window", "budget_s", "tenant")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     BUDGET_S_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     transfer: int
     peer: int
     offer: _transfer_pb2.Offer
     transport: str
     window: int
     budget_s: float
-    def __init__(self, transfer: _Optional[int] = ..., peer: _Optional[int] = ..., offer: _Optional[_Union[_transfer_pb2.Offer, _Mapping]] = ..., transport: _Optional[str] = ..., window: _Optional[int] = ..., budget_s: _Optional[float] = ...) -> None: ...
+    tenant: int
+    def __init__(self, transfer: _Optional[int] = ..., peer: _Optional[int] = ..., offer: _Optional[_Union[_transfer_pb2.Offer, _Mapping]] = ..., transport: _Optional[str] = ..., window: _Optional[int] = ..., budget_s: _Optional[float] = ..., tenant: _Optional[int] = ...) -> None: ...
 
 class BeginSource(_message.Message):
     __slots__ = ("transfer", "peer", "snapshot", "offer", "budget_s")
@@ -131,18 +135,26 @@ class TransferOutput(_message.Message):
     def __init__(self, transfer: _Optional[int] = ..., source: _Optional[_Union[_transfer_pb2.SourceMessage, _Mapping]] = ..., target: _Optional[_Union[_transfer_pb2.TargetMessage, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., ended: _Optional[_Union[TransferEnded, _Mapping]] = ...) -> None: ...
 
 class Prepared(_message.Message):
-    __slots__ = ("receipt", "tensors")
+    __slots__ = ("receipt", "tensors", "viewable")
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
+    VIEWABLE_FIELD_NUMBER: _ClassVar[int]
     receipt: _transfer_pb2.Receipt
     tensors: _containers.RepeatedCompositeFieldContainer[_transfer_pb2.TensorOffer]
-    def __init__(self, receipt: _Optional[_Union[_transfer_pb2.Receipt, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[_transfer_pb2.TensorOffer, _Mapping]]] = ...) -> None: ...
+    viewable: bool
+    def __init__(self, receipt: _Optional[_Union[_transfer_pb2.Receipt, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[_transfer_pb2.TensorOffer, _Mapping]]] = ..., viewable: _Optional[bool] = ...) -> None: ...
 
 class TransferEnded(_message.Message):
     __slots__ = ("error",)
     ERROR_FIELD_NUMBER: _ClassVar[int]
     error: _status_pb2.Status
     def __init__(self, error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+
+class ReaderGone(_message.Message):
+    __slots__ = ("transfer",)
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    transfer: int
+    def __init__(self, transfer: _Optional[int] = ...) -> None: ...
 
 class FreeSnapshot(_message.Message):
     __slots__ = ("snapshot",)

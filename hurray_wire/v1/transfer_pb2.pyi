@@ -181,7 +181,7 @@ class TargetMessage(_message.Message):
     def __init__(self, accept: _Optional[_Union[Accept, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
 
 class GetOpen(_message.Message):
-    __slots__ = ("key", "generation", "wait", "consume", "incarnation", "transports", "request_id")
+    __slots__ = ("key", "generation", "wait", "consume", "incarnation", "transports", "request_id", "view")
     KEY_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
@@ -189,6 +189,7 @@ class GetOpen(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
     key: str
     generation: int
     wait: _duration_pb2.Duration
@@ -196,10 +197,11 @@ class GetOpen(_message.Message):
     incarnation: int
     transports: _containers.RepeatedScalarFieldContainer[str]
     request_id: str
-    def __init__(self, key: _Optional[str] = ..., generation: _Optional[int] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., consume: _Optional[bool] = ..., incarnation: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    view: bool
+    def __init__(self, key: _Optional[str] = ..., generation: _Optional[int] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., consume: _Optional[bool] = ..., incarnation: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ..., view: _Optional[bool] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("request_id", "key", "lease", "overwrite", "incarnation", "tensors", "token_counts", "transports", "checksum", "chunk_bytes", "annotations", "generation")
+    __slots__ = ("request_id", "key", "lease", "overwrite", "incarnation", "tensors", "token_counts", "transports", "checksum", "chunk_bytes", "annotations", "generation", "view")
     class AnnotationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +221,7 @@ class Offer(_message.Message):
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     ANNOTATIONS_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     key: str
     lease: _duration_pb2.Duration
@@ -231,7 +234,8 @@ class Offer(_message.Message):
     chunk_bytes: int
     annotations: _containers.ScalarMap[str, str]
     generation: int
-    def __init__(self, request_id: _Optional[str] = ..., key: _Optional[str] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., overwrite: _Optional[bool] = ..., incarnation: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorOffer, _Mapping]]] = ..., token_counts: _Optional[_Iterable[int]] = ..., transports: _Optional[_Iterable[str]] = ..., checksum: _Optional[_Union[Checksum, str]] = ..., chunk_bytes: _Optional[int] = ..., annotations: _Optional[_Mapping[str, str]] = ..., generation: _Optional[int] = ...) -> None: ...
+    view: bool
+    def __init__(self, request_id: _Optional[str] = ..., key: _Optional[str] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., overwrite: _Optional[bool] = ..., incarnation: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorOffer, _Mapping]]] = ..., token_counts: _Optional[_Iterable[int]] = ..., transports: _Optional[_Iterable[str]] = ..., checksum: _Optional[_Union[Checksum, str]] = ..., chunk_bytes: _Optional[int] = ..., annotations: _Optional[_Mapping[str, str]] = ..., generation: _Optional[int] = ..., view: _Optional[bool] = ...) -> None: ...
 
 class TensorOffer(_message.Message):
     __slots__ = ("descriptor", "kv_scale")
@@ -268,7 +272,7 @@ class Stop(_message.Message):
     def __init__(self, error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., sent_chunk_count: _Optional[int] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("request_id", "key", "generation", "expire_time", "wire_bytes", "tensor_count", "logical_page_count", "distinct_page_count", "dead_slot_count", "dirty_dead_slot_count", "verified_chunk_count", "checksum", "transport", "stages", "volatile_memory", "node")
+    __slots__ = ("request_id", "key", "generation", "expire_time", "wire_bytes", "tensor_count", "logical_page_count", "distinct_page_count", "dead_slot_count", "dirty_dead_slot_count", "verified_chunk_count", "checksum", "transport", "stages", "volatile_memory", "node", "mapped_bytes")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -285,6 +289,7 @@ class Receipt(_message.Message):
     STAGES_FIELD_NUMBER: _ClassVar[int]
     VOLATILE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
+    MAPPED_BYTES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     key: str
     generation: int
@@ -301,7 +306,8 @@ class Receipt(_message.Message):
     stages: _containers.RepeatedCompositeFieldContainer[StageTime]
     volatile_memory: bool
     node: str
-    def __init__(self, request_id: _Optional[str] = ..., key: _Optional[str] = ..., generation: _Optional[int] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., wire_bytes: _Optional[int] = ..., tensor_count: _Optional[int] = ..., logical_page_count: _Optional[int] = ..., distinct_page_count: _Optional[int] = ..., dead_slot_count: _Optional[int] = ..., dirty_dead_slot_count: _Optional[int] = ..., verified_chunk_count: _Optional[int] = ..., checksum: _Optional[_Union[Checksum, str]] = ..., transport: _Optional[str] = ..., stages: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., volatile_memory: _Optional[bool] = ..., node: _Optional[str] = ...) -> None: ...
+    mapped_bytes: int
+    def __init__(self, request_id: _Optional[str] = ..., key: _Optional[str] = ..., generation: _Optional[int] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., wire_bytes: _Optional[int] = ..., tensor_count: _Optional[int] = ..., logical_page_count: _Optional[int] = ..., distinct_page_count: _Optional[int] = ..., dead_slot_count: _Optional[int] = ..., dirty_dead_slot_count: _Optional[int] = ..., verified_chunk_count: _Optional[int] = ..., checksum: _Optional[_Union[Checksum, str]] = ..., transport: _Optional[str] = ..., stages: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., volatile_memory: _Optional[bool] = ..., node: _Optional[str] = ..., mapped_bytes: _Optional[int] = ...) -> None: ...
 
 class StageTime(_message.Message):
     __slots__ = ("stage", "duration")

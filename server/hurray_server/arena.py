@@ -168,8 +168,8 @@ class Arena:
             for seen in self._shown.values():
                 seen.discard(grain)
 
-    def shows_whole(self, owner: int) -> bool:
-        """Whether a held snapshot can be shown."""
+    def can_show(self, owner: int) -> bool:
+        """Whether an extent has grains of its own."""
         with self._lock:
             extent = self._extents.get(owner)
             return extent is not None and extent.own_grains

@@ -55,6 +55,8 @@ class LeaseConfig(Section):
     default_s: float = Field(default=60.0, gt=0)
     max_s: float = Field(default=3600.0, gt=0, le=DURATION_MAX_S)
     """A longer lease asked for is cut to this."""
+    max_pin_s: float = Field(default=3600.0, gt=0, le=DURATION_MAX_S)
+    """How long one reader may have a snapshot mapped before others cannot read it any more. It keeps what it has."""
 
     @model_validator(mode="after")
     def _check(self) -> LeaseConfig:
@@ -74,6 +76,8 @@ class LimitsConfig(Section):
     max_snapshots: int = Field(default=100_000, ge=1)
     max_transfers: int = Field(default=256, ge=1)
     max_sessions: int = Field(default=1024, ge=1)
+    max_readers: int = Field(default=4096, ge=0)
+    """Views that are mapped at a time; who asks for one more gets a copy."""
     max_calls: int = Field(default=4096, ge=8)
     """Calls at a time: sessions, transfers, waits for a key and all others."""
 

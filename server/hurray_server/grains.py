@@ -22,11 +22,12 @@ from hurray_wire import memfd
 Bytes = npt.NDArray[np.uint8]
 
 GRAIN_MIN_BYTES: Final = memfd.HUGE_PAGE_BYTES
-GRAIN_USUAL_BYTES: Final = 16 << 20
-"""As large as grains get without need: copying as much takes as long as mapping it."""
+GRAIN_USUAL_BYTES: Final = 32 << 20
+"""As large as grains get without need: copying as much takes hardly longer than showing it."""
 
-_USUAL_COUNT: Final = 256
+_USUAL_COUNT: Final = 64
 _MAX_COUNT: Final = 4096
+_DESCRIPTORS: Final = 1 << 16
 
 _POPULATE_STEP_BYTES: Final = 32 << 20
 _MADV_POPULATE_WRITE: Final = 23
@@ -36,8 +37,8 @@ _MADV_COLLAPSE: Final = 25
 
 
 def grain_bytes_for(total_bytes: int) -> int:
-    """The size of grains for an arena of this size: about 256 of them, more while 16 MiB are enough, and never more
-    than there are descriptors for. A power of two."""
+    """The size of grains for an arena of this size, a power of two: 64 of them or more, of 32 MiB where those are not
+    too many, for each takes a descriptor."""
     size = GRAIN_MIN_BYTES
     while size < GRAIN_USUAL_BYTES and size * _USUAL_COUNT < total_bytes:
         size *= 2
@@ -46,6 +47,14 @@ def grain_bytes_for(total_bytes: int) -> int:
     while size * count < total_bytes:
         size *= 2
     return size
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process have more descriptors than the usual 1,024: those of grains come to what its peers take."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class Grains:

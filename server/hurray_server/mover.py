@@ -22,13 +22,16 @@ from typing import Final
 
 import structlog
 
-from hurray_server.arena import Arena, TransferMemory
+from hurray_server.arena import Arena, Bytes, TransferMemory
 from hurray_server.framing import FRAME_OVERHEAD_BYTES, FrameSender, receive_frame
+from hurray_server.grains import raise_descriptor_limit
 from hurray_server.logs import configure_logs
 from hurray_server.mover_config import MoverConfig, TransportsConfig
+from hurray_server.pins import Pins
 from hurray_wire import session as s
 from hurray_wire.dataplane import Connected, DataPlane
-from hurray_wire.errors import DataPlaneUnavailable, HurrayError, ProtocolViolation, SnapshotLost
+from hurray_wire.errors import DataPlaneUnavailable, HurrayError, LimitExceeded, ProtocolViolation, SnapshotLost
+from hurray_wire.image import is_viewable
 from hurray_wire.limits import MAX_WINDOW
 from hurray_wire.messages import (
     read_offer,
@@ -49,6 +52,7 @@ from hurray_wire.transport.tls import TcpTransport, TlsTransport
 from hurray_wire.transport.ucx import UcxTransport, has_fabric, loaded_ucx, why_no_ucx
 from hurray_wire.v1 import mover_pb2 as mpb
 from hurray_wire.v1 import transfer_pb2 as pb
+from hurray_wire.view import Shown
 
 _log = structlog.get_logger("hurray.mover")
 
@@ -78,6 +82,7 @@ class Mover:
         self._report = report
         self._running: dict[int, _Running] = {}
         self._arena = Arena(config.arena_bytes, on_change=self._report_usage)
+        self._pins = Pins()
         self._plane = DataPlane(_makers(config.transports), on_peer_lost=self._peer_lost)
 
     def start(self) -> mpb.MoverReport:
@@ -192,7 +197,8 @@ class Mover:
     def _begin_target(self, order: mpb.BeginTarget) -> None:
         offered = read_offer(order.offer, self._config.limits)
         self._running[order.transfer] = _Running(False, order.transport, order.window, order.offer)
-        payload = ImageTarget(offered.plan, offered.token_counts, TransferMemory(self._arena, order.transfer))
+        memory = TransferMemory(self._arena, order.transfer, order.tenant)
+        payload = ImageTarget(offered.plan, offered.token_counts, memory)
         self._plane.begin_target(
             order.transfer,
             TargetOrder(
@@ -207,21 +213,55 @@ class Mover:
         )
 
     def _begin_source(self, order: mpb.BeginSource) -> None:
-        offered = read_offer(order.offer, self._config.limits)
-        image = self._arena.pin(order.snapshot)
-        if image is None:
-            raise SnapshotLost("the data plane does not hold this snapshot", stage="offer")
+        shown = self._show(order) if order.offer.view else None
+        try:
+            offered = read_offer(order.offer, self._config.limits)
+            image = self._pin(order)
+        except HurrayError:
+            if shown is not None:
+                shown.pin.close()
+            raise
         self._running[order.transfer] = _Running(True, order.offer.transports[0], MAX_WINDOW, order.offer)
         self._plane.begin_source(
             order.transfer,
             SourceOrder(
                 peer=order.peer,
-                payload=ImageSource(offered.plan, image, lambda: self._arena.unpin(order.snapshot)),
+                payload=ImageSource(offered.plan, image, lambda: self._arena.unpin(order.snapshot), shown),
                 hash=offered.hash,
                 budget_s=order.budget_s,
                 listener=lambda output: self._source_output(order.transfer, output),
             ),
         )
+
+    def _pin(self, order: mpb.BeginSource) -> Bytes:
+        image = self._arena.pin(order.snapshot)
+        if image is None:
+            raise SnapshotLost("the data plane does not hold this snapshot", stage="offer")
+        return image
+
+    def _show(self, order: mpb.BeginSource) -> Shown:
+        """The grains of a snapshot, held for a reader until its end of the pin is closed everywhere."""
+        gone = mpb.MoverReport(reader_gone=mpb.ReaderGone(transfer=order.transfer))
+        try:
+            self._pin(order)
+        except HurrayError:
+            self._report(gone)
+            raise
+
+        def let_go() -> None:
+            self._arena.unpin(order.snapshot)
+            self._report(gone)
+
+        try:
+            pin = self._pins.give(let_go)
+        except OSError as error:
+            let_go()
+            raise LimitExceeded(
+                f"this node cannot watch another reader: {error.strerror}", retry_after_s=1.0, field="max_readers"
+            ) from None
+        showable = self._arena.show(order.snapshot)
+        assert showable is not None, "said to be viewable"
+        return Shown(showable.grains, showable.grain_bytes, showable.nbytes, pin)
 
     def _input(self, message: mpb.TransferInput) -> None:
         transfer, running = message.transfer, self._running.get(message.transfer)
@@ -281,12 +321,12 @@ class Mover:
             case Ended():
                 self._ended(transfer, output)
             case PrepareCommit():
-                self._output(transfer, prepared=self._prepared(running, output))
+                self._output(transfer, prepared=self._prepared(transfer, running, output))
             case _:
                 accept = pb.Accept(transfer=transfer, transport=running.transport, window=running.window)
                 self._output(transfer, target=to_target_message(output, lambda: accept))
 
-    def _prepared(self, running: _Running, output: PrepareCommit) -> mpb.Prepared:
+    def _prepared(self, transfer: int, running: _Running, output: PrepareCommit) -> mpb.Prepared:
         summary = output.summary
         tensors = []
         for offered, descriptor in zip(running.offer.tensors, summary.descriptors, strict=True):
@@ -308,6 +348,7 @@ class Mover:
                 stages=[pb.StageTime(stage=stage, duration=to_duration(seconds)) for stage, seconds in output.stages],
             ),
             tensors=tensors,
+            viewable=self._arena.can_show(transfer) and all(map(is_viewable, summary.descriptors)),
         )
 
     def _ended(self, transfer: int, output: Ended) -> None:
@@ -330,6 +371,8 @@ class Mover:
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def _prefault(self) -> None:
+        if not self._arena.shows:
+            _log.warning("this system has no memory that can be shown: readers get copies")
         if self._arena.prefault():
             _log.info("arena prefaulted", bytes=self._arena.total_bytes)
         else:
@@ -411,6 +454,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    raise_descriptor_limit()
     descriptor, config = int(sys.argv[1]), MoverConfig.from_json(sys.argv[2])
     configure_logs(config.log_level, config.log_format, "mover")
     try:

@@ -56,6 +56,7 @@ class MoverLink:
     """See the module.
 
     `on_up(started)`: a mover is ready. `on_down(error)`: it is gone. `on_peer_lost(peer, error)`: it lost a connection.
+    `on_reader_gone(transfer)`: who got a view by this transfer has let go of it.
     """
 
     def __init__(
@@ -65,11 +66,13 @@ class MoverLink:
         on_up: Callable[[mpb.MoverStarted], None],
         on_down: Callable[[HurrayError], None],
         on_peer_lost: Callable[[int, HurrayError], None],
+        on_reader_gone: Callable[[int], None],
     ) -> None:
         self._config = config
         self._on_up = on_up
         self._on_down = on_down
         self._on_peer_lost = on_peer_lost
+        self._on_reader_gone = on_reader_gone
         self._numbers = itertools.count(1)
         self._transfers: dict[int, Outputs] = {}
         self._opening: dict[int, deque[asyncio.Future[tuple[str, ...]]]] = {}
@@ -305,6 +308,8 @@ class MoverLink:
                 if report.peer_lost.peer in self._connected:
                     self._connected.remove(report.peer_lost.peer)
                     self._on_peer_lost(report.peer_lost.peer, from_status(report.peer_lost.error))
+            case "reader_gone":
+                self._on_reader_gone(report.reader_gone.transfer)
             case other:
                 raise ProtocolViolation("unexpected report", offered=other)
 

@@ -18,9 +18,10 @@ from hurray_server.config import Config
 from hurray_server.mover_config import MoverConfig
 from hurray_server.mover_link import MoverLink
 from hurray_server.quotas import Charge, Quotas
+from hurray_server.readers import Readers
 from hurray_server.requests import Requests
 from hurray_server.sessions import Sessions
-from hurray_server.store import Snapshot, Store
+from hurray_server.store import Contents, Snapshot, Store
 from hurray_server.transfers import Transfer
 from hurray_server.trust_config import read_quotas
 from hurray_wire.credentials import WatchedCredentials
@@ -48,6 +49,7 @@ class Node:
             on_up=self._mover_up,
             on_down=self._mover_down,
             on_peer_lost=self._peer_lost,
+            on_reader_gone=self._reader_gone,
         )
         self.limits: Final = config.wire_limits
         self.sessions: Final = Sessions(
@@ -56,6 +58,7 @@ class Node:
         self.quotas: Final = Quotas(*read_quotas(config.quotas))
         self._charges: dict[int, Charge] = {}
         self.store: Final = Store(self._free, max_snapshots=config.limits.max_snapshots)
+        self.readers: Final = Readers(self.store)
         self.requests: Final = Requests()
         self.transfers: set[Transfer[Any]] = set()
         self.idle: Final = asyncio.Event()
@@ -64,6 +67,7 @@ class Node:
         self.draining = False
         self._on_ready = on_ready
         self._drain_listeners: set[Callable[[], None]] = set()
+        self._tenants: dict[str, int] = {}
         self._leases_changed = asyncio.Event()
         self._expirer: asyncio.Task[None] | None = None
 
@@ -135,6 +139,14 @@ class Node:
         self._drain_listeners.add(notify)
         return lambda: self._drain_listeners.discard(notify)
 
+    def tenant_number(self, tenant: str) -> int:
+        """What the mover knows a tenant by: never 0, the same while this process lives."""
+        return self._tenants.setdefault(tenant, len(self._tenants) + 1)
+
+    def may_view(self, reader: str, contents: Contents) -> bool:
+        """Whether a reader of this tenant may have a view of a snapshot; else it gets a copy."""
+        return contents.viewed_by == reader and len(self.readers) < self.config.limits.max_readers
+
     # --- who pays -------------------------------------------------------------------------------------------------
 
     def keep(self, snapshot: Snapshot, charge: Charge) -> None:
@@ -187,6 +199,9 @@ class Node:
             _log.warning("transport left out", transport=kind, reason=reason)
         self._on_ready(self.ready)
 
+    def _reader_gone(self, transfer: int) -> None:
+        self.readers.gone(transfer)
+
     def _peer_lost(self, peer: int, error: HurrayError) -> None:
         self.sessions.lose(peer, error)
 
@@ -194,6 +209,7 @@ class Node:
         self._on_ready(False)
         self.sessions.lose_all(error)
         lost = self.store.lose_all(self.now_s())
+        self.readers.lose_all()
         self.requests.forget_receipts()
         _log.error("what the mover held is lost", snapshots=lost, error=str(error))
 

@@ -47,6 +47,7 @@ from hurray_wire.messages import (
     read_offer,
     to_duration,
 )
+from hurray_wire.transport.settings import SHOWING
 from hurray_wire.v1 import mover_pb2 as mpb
 from hurray_wire.v1 import transfer_pb2 as pb
 from hurray_wire.v1 import transfer_pb2_grpc
@@ -162,6 +163,8 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
         if first.WhichOneof("message") != "offer":
             raise ProtocolViolation("a put begins with Offer", offered=first.WhichOneof("message"))
         offer = first.offer
+        if offer.view:
+            raise InvalidRequest("a put is no view", field="view", offered="true", required="false")
         _name(decision, offer, Right.PUT, *([Right.DELETE] if offer.overwrite else []))
         check_sizes(offer, self._node.limits)
         running = await self._claim_request(principal, offer, budget)
@@ -257,8 +260,16 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
             # The caller is the target: its order counts.
             wanted = [kind for kind in first.open.transports if kind in session.transports]
             transport = choose_transport(wanted or session.transports, first.open.transports)
+            view = first.open.view and transport in SHOWING and node.may_view(principal.tenant, pin.snapshot.contents)
             transfer = GetTransfer(
-                node, session, pin, transport, first.open.request_id, end_slot=end_slot, budget_s=budget.left_s()
+                node,
+                session,
+                pin,
+                transport,
+                first.open.request_id,
+                view=view,
+                end_slot=end_slot,
+                budget_s=budget.left_s(),
             )
             undo.pop_all()
         await _pump(

@@ -6,6 +6,7 @@ by a number that means nothing here; `free` is called with it once, when neither
     claim -> commit            a transfer to a key: one at a time, nothing visible before commit
           -> abandon
     find, pin -> unpin         a reader: has what it pinned, whatever becomes of the key meanwhile
+    limit                      a reader that may stay long: past its time the key is unreadable, as after its lease
     renew, delete, expire      the end of a lease
     lose_all                   the memory is gone, and all snapshots with it
 
@@ -41,7 +42,7 @@ TOMBSTONE_S: Final = 3600.0
 MAX_TOMBSTONES: Final = 100_000
 
 _GONE: Final[Mapping[type[HurrayError], str]] = {
-    KeyExpired: "the lease of this snapshot ran out",
+    KeyExpired: "the lease of this snapshot ran out, or a reader has held it for too long",
     KeyDeleted: "this snapshot was deleted or consumed",
     KeyOverwritten: "this snapshot was replaced by a newer generation",
     SnapshotLost: "this snapshot's memory was lost with the data plane that held it",
@@ -61,6 +62,8 @@ class Contents:
     page_size: int
     num_pages: int
     annotations: Mapping[str, str] = field(default_factory=dict)
+    viewed_by: str | None = None
+    """The tenant whose readers may map it; None: it cannot be mapped."""
 
     def counts(self) -> array[int]:
         """The token counts, which are kept as 8 bytes each."""
@@ -123,6 +126,8 @@ class Store:
         self._readers: dict[int, set[Pin]] = {}
         self._consumers: dict[int, Pin] = {}
         self._leases: list[tuple[float, str, int]] = []
+        self._limits: OrderedDict[Pin, float] = OrderedDict()
+        """When readers will have stayed too long, in that order."""
         self._tombstones: OrderedDict[tuple[str, int], _Tombstone] = OrderedDict()
         self._last_dead: dict[str, int] = {}
         self._waiters: dict[str, dict[object, Callable[[], None]]] = {}
@@ -215,8 +220,14 @@ class Store:
             self._consumers[snapshot.generation] = pin
         return pin
 
+    def limit(self, pin: Pin, until_s: float) -> None:
+        """If this reader is there still at this moment, the snapshot is taken off its key then; the reader keeps it.
+        Moments never come before those of calls before."""
+        self._limits[pin] = until_s
+
     def unpin(self, pin: Pin) -> None:
         """The reader is done."""
+        self._limits.pop(pin, None)
         generation = pin.snapshot.generation
         readers = self._readers.get(generation, set())
         if pin not in readers:
@@ -279,8 +290,14 @@ class Store:
     # --- time and loss ------------------------------------------------------------------------------------------------
 
     def expire(self, now_s: float) -> list[Snapshot]:
-        """Take off their keys all snapshots whose lease has run out; which they were."""
+        """Take off their keys all snapshots whose lease ran out, or whose reader stays too long; which they are."""
         expired = []
+        while self._limits and self._first_limit_s() <= now_s:
+            pin, _ = self._limits.popitem(last=False)
+            snapshot = self._snapshots.get(pin.snapshot.key)
+            if snapshot is not None and snapshot.generation == pin.snapshot.generation:
+                self._remove(snapshot.key, KeyExpired, now_s)
+                expired.append(snapshot)
         while self._leases and self._leases[0][0] <= now_s:
             _, key, generation = heapq.heappop(self._leases)
             snapshot = self._snapshots.get(key)
@@ -295,7 +312,13 @@ class Store:
 
     def next_expiry_s(self) -> float | None:
         """When `expire` may have something to do, or None."""
-        return self._leases[0][0] if self._leases else None
+        first_lease_s = self._leases[0][0] if self._leases else None
+        if not self._limits:
+            return first_lease_s
+        return self._first_limit_s() if first_lease_s is None else min(first_lease_s, self._first_limit_s())
+
+    def _first_limit_s(self) -> float:
+        return next(iter(self._limits.values()))
 
     def lose_all(self, now_s: float) -> int:
         """The memory of every snapshot is gone. How many had a key."""

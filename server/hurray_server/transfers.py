@@ -144,6 +144,7 @@ class PutTransfer(Transfer[pb.TargetMessage]):
         self._running = running
         self._claim = claim
         self._charge = charge
+        self._tenant = session.principal.tenant
         self._lease_s = lease_s
         self.snapshot: Snapshot | None = None
         """Once it is committed."""
@@ -155,6 +156,7 @@ class PutTransfer(Transfer[pb.TargetMessage]):
                 transport=transport,
                 window=window_for(transport, offer.chunk_bytes, node.config.transfers.window),
                 budget_s=budget_s,
+                tenant=node.tenant_number(session.principal.tenant),
             )
         )
 
@@ -191,6 +193,7 @@ class PutTransfer(Transfer[pb.TargetMessage]):
                 page_size=descriptor.page_size,
                 num_pages=descriptor.num_pages,
                 annotations=dict(self._offer.annotations),
+                viewed_by=self._tenant if prepared.viewable else None,
             ),
             lease_s=self._lease_s,
             now_s=now_s,
@@ -225,7 +228,7 @@ class PutTransfer(Transfer[pb.TargetMessage]):
 
 
 class GetTransfer(Transfer[pb.SourceMessage]):
-    """A snapshot that goes out. Takes over the pin."""
+    """A snapshot that goes out. Takes over the pin. `view`: as a view, which keeps the pin after the transfer."""
 
     kind = "get"
 
@@ -237,17 +240,24 @@ class GetTransfer(Transfer[pb.SourceMessage]):
         transport: str,
         request_id: str,
         *,
+        view: bool,
         end_slot: Callable[[], None],
         budget_s: float,
     ) -> None:
         super().__init__(node, session, pin.snapshot.key, request_id, end_slot=end_slot, budget_s=budget_s)
         self._pin = pin
+        self._view = view
+        if view:
+            node.readers.begin(self.number, pin)
+            node.store.limit(pin, node.now_s() + node.config.leases.max_pin_s)
+            node.leases_changed()
         contents = pin.snapshot.contents
         offer = pb.Offer(
             tensors=contents.tensors,
             transports=[transport],
             checksum=pb.CHECKSUM_XXH3_64,
             chunk_bytes=chunk_bytes_for(transport, node.config.transfers.chunk_bytes),
+            view=view,
         )
         offer.token_counts.extend(contents.counts())
         node.link.begin_source(
@@ -287,7 +297,10 @@ class GetTransfer(Transfer[pb.SourceMessage]):
         store, snapshot = self._node.store, self._pin.snapshot
         if self.error is None and self._pin.consume:
             store.consume(self._pin, self._node.now_s())
-        store.unpin(self._pin)
+        if self._view:
+            self._node.readers.transferred(self.number)
+        else:
+            store.unpin(self._pin)
         self._log = self._log.bind(generation=snapshot.generation, consumed=self._pin.consume)
 
 

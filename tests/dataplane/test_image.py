@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from hurray_wire.descriptor import Descriptor, build_descriptor
 from hurray_wire.dtypes import BY_NAME
-from hurray_wire.errors import GeometryMismatch, InvalidRequest, LimitExceeded
-from hurray_wire.image import INDEX, plan_image
+from hurray_wire.errors import GeometryMismatch, InvalidRequest, LimitExceeded, Unsupported
+from hurray_wire.image import INDEX, is_viewable, plan_image
 from hurray_wire.limits import Limits
 from hurray_wire.quantization import PerBlockAffine
 
@@ -101,6 +101,39 @@ def test_scales_travel_after_their_pool() -> None:
     )
     plan = plan_image([quantized], 4 << 20, LIMITS)
     assert [(s.tensor, s.buffer) for c in plan.chunks for s in c.segments] == [(INDEX, 1), (INDEX, 2), (0, 0), (0, 3)]
+
+
+@given(SHAPES)
+def test_a_view_is_all_that_follows_the_index(shape: tuple[int, int, int, int, str, int, int]) -> None:
+    num_pages, page_size, heads, dim, name, tensors, chunk_bytes = shape
+    descriptors = [
+        descriptor(num_pages, page_size=page_size, heads=heads, dim=dim, element_type=BY_NAME[name], layer_index=layer)
+        for layer in range(tensors)
+    ]
+    if not all(map(is_viewable, descriptors)):
+        with pytest.raises(Unsupported):
+            plan_image(descriptors, chunk_bytes, LIMITS, view=True)
+        return
+    whole, plan = (plan_image(descriptors, chunk_bytes, LIMITS, view=view) for view in (False, True))
+    assert plan.buffer_offsets == whole.buffer_offsets
+    assert plan.image_bytes == whole.image_bytes
+    assert plan.index_chunk_count == whole.index_chunk_count == plan.view_chunk
+    assert plan.chunks[: plan.view_chunk] == whole.chunks[: plan.view_chunk]
+    *_, view = plan.chunks
+    assert view.index == plan.view_chunk == len(plan.chunks) - 1
+    assert [(s.tensor, s.buffer, s.buffer_offset) for s in view.segments] == [(t, 0, 0) for t in range(tensors)]
+    assert all(s.chunk_offset + view.offset == plan.buffer_offsets[s.tensor][0] for s in view.segments)
+    index_bytes = sum(handle.byte_size for handle in descriptors[0].buffers[1:3])
+    assert plan.wire_bytes - index_bytes in range(4096)
+    assert plan.mapped_bytes == view.nbytes == whole.chunks[-1].offset + whole.chunks[-1].nbytes - view.offset
+    assert plan.max_chunk_bytes <= whole.max_chunk_bytes
+    assert whole.mapped_bytes == 0
+
+
+@pytest.mark.parametrize(("name", "num_pages"), [("float8_e8m0", 3), ("float16", 0), ("int4", 3)])
+def test_what_must_be_validated_by_who_takes_it_is_no_view(name: str, num_pages: int) -> None:
+    odd = descriptor(num_pages, element_type=BY_NAME[name], page_size=1, heads=1, dim=3)
+    assert not is_viewable(odd)
 
 
 @pytest.mark.parametrize("chunk_bytes", [0, 4095, 4097, 128 << 20])

@@ -80,6 +80,7 @@ STAND_IN = """\
             number = command.begin_target.transfer
             say(output=mpb.TransferOutput(transfer=number, target=dict(receipt=dict(key="k"))))
             say(output=mpb.TransferOutput(transfer=number, ended=mpb.TransferEnded()))
+            say(reader_gone=mpb.ReaderGone(transfer=number))
 """
 
 
@@ -91,11 +92,13 @@ class Recorder:
         self.down: asyncio.Queue[HurrayError] = asyncio.Queue()
         self.outputs: asyncio.Queue[Any] = asyncio.Queue()
         self.lost: asyncio.Queue[int] = asyncio.Queue()
+        self.gone: asyncio.Queue[int] = asyncio.Queue()
         self.link = MoverLink(
             CONFIG,
             on_up=lambda started: self.up.put_nowait(started.incarnation),
             on_down=self.down.put_nowait,
             on_peer_lost=lambda peer, _error: self.lost.put_nowait(peer),
+            on_reader_gone=self.gone.put_nowait,
         )
 
     def on_output(self, output: mpb.TransferOutput) -> None:
@@ -149,6 +152,7 @@ def test_commands_are_answered(play: Play) -> None:
         link.begin_target(mpb.BeginTarget(transfer=first))
         assert await recorder.outputs.get() == "target"
         assert await recorder.outputs.get() == "ended"
+        assert await recorder.gone.get() == first
         link.input(mpb.TransferInput(transfer=first, stream_lost=mpb.StreamLost()))  # late: nothing happens
         await link.close_peer(6, abort=True)
         assert link.usage.peer_count == 7

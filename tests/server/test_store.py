@@ -101,6 +101,26 @@ def test_a_reader_keeps_what_it_pinned_until_it_is_done() -> None:
         setup.store.unpin(pin)
 
 
+def test_a_reader_that_stays_too_long_keeps_its_snapshot_from_others() -> None:
+    setup = Setup()
+    for key in ("stays", "left", "overwritten"):
+        setup.put(key, lease_s=1000)
+        setup.store.limit(setup.store.pin(key, 0, 0.0), 50.0)
+    stays, left, _ = setup.store._limits
+    setup.put("overwritten", lease_s=1000, overwrite=True)
+    setup.store.unpin(left)
+    assert setup.store.next_expiry_s() == 50.0
+    assert setup.store.renew("stays", 0, lease_s=2000, now_s=0.0).expires_s == 2000
+    setup.now_s = 50.0
+    assert [snapshot.key for snapshot in setup.store.expire(setup.now_s)] == ["stays"]
+    assert setup.reason("stays") is KeyExpired
+    assert setup.store.find("left", 0, 50.0).reader_count == setup.store.find("overwritten", 0, 50.0).reader_count == 0
+    assert setup.freed == []
+    setup.store.unpin(stays)
+    assert setup.freed == [1]
+    assert setup.store.next_expiry_s() == 1000.0
+
+
 def test_one_consumer_at_a_time_and_other_readers_beside_it() -> None:
     setup = Setup()
     setup.put("k")
@@ -242,6 +262,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store = Store(self.freed.append, max_snapshots=1000)
         self.all: list[Held] = []
         self.open: dict[str, Claim] = {}
+        self.limits: dict[Pin, float] = {}
         self.memory = 0
 
     def newest(self, key: str) -> Held | None:
@@ -249,7 +270,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def age(self) -> None:
         for held in self.all:
-            if held.fate is None and held.expires_s <= self.now_s:
+            limit_s = min((self.limits[pin] for pin in held.pins if pin in self.limits), default=self.now_s + 1)
+            if held.fate is None and min(held.expires_s, limit_s) <= self.now_s:
                 held.fate = KeyExpired
 
     @rule(target=claims, key=KEYS, overwrite=st.booleans())
@@ -314,6 +336,13 @@ class StoreMachine(RuleBasedStateMachine):
             held.fate = held.fate or KeyDeleted
         self.store.unpin(pin)
         held.pins.remove(pin)
+
+    @rule(pin=pins)
+    def limit(self, pin: Pin) -> None:
+        """Always as far ahead, as the node does."""
+        if pin not in self.limits:
+            self.limits[pin] = self.now_s + 30.0
+            self.store.limit(pin, self.now_s + 30.0)
 
     @rule(key=KEYS)
     def delete(self, key: str) -> None:

@@ -47,6 +47,7 @@ class Setup:
             now_s=lambda: 0.0,
             to_timestamp=lambda at_s: pb.Receipt(expire_time={"seconds": int(at_s)}).expire_time,
             leases_changed=lambda: None,
+            tenant_number=lambda tenant: {"local": 77}[tenant],
             add=self.transfers.add,
             remove=self.transfers.discard,
         )
@@ -70,7 +71,7 @@ class Setup:
 
     def prepared(self) -> None:
         receipt = pb.Receipt(wire_bytes=9, stages=[pb.StageTime(stage="pages", duration=to_duration(0.5))])
-        self.report(prepared=mpb.Prepared(receipt=receipt, tensors=self.offer.tensors))
+        self.report(prepared=mpb.Prepared(receipt=receipt, tensors=self.offer.tensors, viewable=True))
 
     def messages(self) -> list[pb.TargetMessage | None]:
         found = []
@@ -97,6 +98,7 @@ def test_a_commit_is_visible_at_once_and_its_receipt_is_kept() -> None:
         setup.prepared()
         found = setup.store.find("k", 0, 0.0)
         assert (found.contents.memory, found.contents.annotations) == (1, {"secret": "s"})
+        assert found.contents.viewed_by == "local"
         (told,) = setup.told
         assert not told.commit.HasField("error")
         assert setup.known() == told.commit.receipt
@@ -116,6 +118,7 @@ def test_the_mover_learns_no_names() -> None:
     def body(setup: Setup) -> None:
         told = setup.order.offer  # type: ignore[attr-defined]
         assert (told.key, told.request_id, dict(told.annotations)) == ("", "", {})
+        assert setup.order.tenant == 77  # type: ignore[attr-defined]
         assert list(told.token_counts) == list(setup.offer.token_counts)
 
     in_a_loop(body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from collections.abc import Iterator
@@ -14,17 +15,18 @@ import numpy.typing as npt
 from hurray_wire import memfd
 from hurray_wire.view import Shown
 
-NAME = "shown-by-a-test"
+_numbers = itertools.count()
 
 
 class Owner:
     """Owns grains that hold `data`, and watches the pin of what it shows."""
 
     def __init__(self, data: npt.NDArray[np.uint8], grain_bytes: int) -> None:
+        self.name = f"shown-by-a-test-{next(_numbers)}"
         self.grains: list[int] = []
         self.memory: list[npt.NDArray[np.uint8]] = []
         for start in range(0, data.nbytes, grain_bytes):
-            grain, memory = memfd.create(NAME, grain_bytes)
+            grain, memory = memfd.create(self.name, grain_bytes)
             memory[: data.nbytes - start] = data[start : start + grain_bytes]
             self.grains.append(grain)
             self.memory.append(memory)
@@ -39,6 +41,11 @@ class Owner:
             return self.watched.recv(1) != b""
         except BlockingIOError:
             return True
+
+    @property
+    def views(self) -> list[str]:
+        """Where this process has it mapped to read."""
+        return views_of(self.name)
 
     def close(self) -> None:
         for grain in self.grains:
@@ -57,7 +64,7 @@ def owner_of(data: npt.NDArray[np.uint8], grain_bytes: int) -> Iterator[Owner]:
         owner.close()
 
 
-def mappings_of(name: str, pid: int | str = "self") -> list[str]:
-    """Mappings of memfds of this name in a process, as /proc has them."""
+def views_of(name: str, pid: int | str = "self") -> list[str]:
+    """Mappings of memfds of this name that a process can only read, as /proc has them."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return [line for line in lines if f"/memfd:{name} " in line]
+    return [line for line in lines if f"/memfd:{name} " in line and " r--s " in line]

@@ -43,7 +43,7 @@ from hurray_wire.transport._sockets import open_descriptors
 from hurray_wire.transport.base import TransportParameters
 from hurray_wire.transport.shm import ShmConfig, ShmTransport
 from hurray_wire.view import View
-from support.grains import mappings_of, owner_of
+from support.grains import owner_of, views_of
 
 RING_BYTES = 1 << 20
 LONG = 100_000
@@ -413,7 +413,7 @@ def test_a_view_shown_by_hand_is_seen(rogue, transport):
     assert seen.error is None
     assert (view.memory == 0).all()
     assert view.memory.nbytes == 2 * GRAIN + 100
-    assert len(mappings_of("rogue-grain")) == 3
+    assert len(views_of("rogue-grain")) == 3
 
 
 @pytest.mark.parametrize(
@@ -448,7 +448,7 @@ def test_grains_that_are_not_as_agreed_are_not_mapped(rogue, transport, kind, co
     assert isinstance(seen.error, ProtocolViolation)
     assert isinstance(rogue.lost.errors[0], ProtocolViolation)
     assert view.memory is None
-    assert not mappings_of("rogue-grain")
+    assert not views_of("rogue-grain")
 
 
 def test_a_pin_must_be_a_socket(rogue, transport):
@@ -458,7 +458,7 @@ def test_a_pin_must_be_a_socket(rogue, transport):
     assert isinstance(seen.error, ProtocolViolation)
     assert seen.error.field == "shm.pin"
     assert view.memory is None
-    assert not mappings_of("rogue-grain")
+    assert not views_of("rogue-grain")
 
 
 @pytest.mark.parametrize("wrong", ["offset", "size", "count", "unsealed"])
@@ -477,7 +477,7 @@ def test_later_grains_are_looked_at_like_the_first(rogue, transport, wrong):
         os.close(second[1])
     assert isinstance(seen.error, ProtocolViolation)
     assert view.memory is None
-    assert not mappings_of("rogue-grain")
+    assert not views_of("rogue-grain")
 
 
 @pytest.mark.parametrize("grain_bytes", [PAGE_BYTES, 1 << 40])
