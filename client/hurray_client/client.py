@@ -197,10 +197,11 @@ class Client:
         require_transport: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> ReceivedSnapshot:
-        """Take the snapshot under `key`: a KVSnapshot over memory of this process, with its `receipt`.
+        """Take the snapshot under `key`: a KVSnapshot with its `receipt`.
 
         `wait_s`: how long to wait for a key that is not committed yet. `consume`: the node deletes it afterwards.
-        `generation`: that one only; 0 is the newest. What is returned outlives the client.
+        `generation`: that one only; 0 is the newest. What is returned outlives the client. On the node's own host a
+        large one is not copied but mapped, and held there until it is closed (see ReceivedSnapshot).
 
         `into`: the caller's own caches, {(layer, role): array} with `block_tables` as in KVSnapshot.from_paged, or a
         Destination where more than that must be said of them. Pages go straight there, and what is returned is a

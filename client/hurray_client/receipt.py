@@ -79,8 +79,8 @@ class Receipt:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """10**9 bytes a second over all stages; 0 if they took no time."""
-        return self.wire_bytes / self.transfer_s / 1e9 if self.transfer_s else 0.0
+        """10**9 bytes a second over all stages, crossed or mapped; 0 if they took no time."""
+        return (self.wire_bytes + self.mapped_bytes) / self.transfer_s / 1e9 if self.transfer_s else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values: times in ISO 8601."""

@@ -89,7 +89,11 @@ _DRAIN: Final = s.SourcePhase.SETTLING.value
 
 
 class ReceivedSnapshot(KVSnapshot):
-    """A snapshot that a get brought, in memory of this process: it outlives the client. `receipt` tells how it came."""
+    """A snapshot that a get brought. It outlives the client. `receipt` tells how it came.
+
+    It is in memory of this process or, where `receipt.mapped_bytes` says so, its page pools are the node's own memory,
+    read-only. The node holds that until the snapshot is closed or gone, and every array that was taken out of it, too.
+    """
 
     receipt: Receipt
 

@@ -9,9 +9,14 @@ import signal
 import subprocess
 import sys
 from array import array
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from hurray_server.config import load_config
+from hurray_server.node import Node
 from hurray_server.pins import Pins
 from hurray_server.readers import Readers
 from hurray_server.store import Contents, Store
@@ -58,6 +63,24 @@ def test_with_the_mover_all_readers_are_gone() -> None:
     setup.readers.lose_all()
     setup.readers.transferred(1)
     assert setup.freed == [5]
+
+
+def test_a_view_is_for_readers_of_its_own_tenant_while_there_are_not_too_many() -> None:
+    setup = Setup()
+    node: Any = SimpleNamespace(readers=setup.readers, config=load_config(None, {"limits": {"max_readers": 2}}))
+    contents = Contents(5, 4096, (), b"", total_tokens=1, num_seqs=1, page_size=1, num_pages=1, viewed_by="a")
+    assert Node.may_view(node, "a", contents)
+    assert not Node.may_view(node, "b", contents)
+    assert not Node.may_view(node, "a", replace(contents, viewed_by=None))
+    setup.readers.begin(2, setup.readers._pins[1])
+    assert not Node.may_view(node, "a", contents)
+
+
+def test_the_mover_knows_a_tenant_by_one_number() -> None:
+    node: Any = SimpleNamespace(_tenants={})
+    numbers = [Node.tenant_number(node, tenant) for tenant in ("a", "b", "a")]
+    assert numbers[0] == numbers[2] != numbers[1]
+    assert 0 not in numbers
 
 
 def test_a_pin_lasts_until_its_end_is_closed_in_every_process() -> None:

@@ -485,6 +485,26 @@ def test_a_get_waits_for_the_commit(daemon: RunningDaemon, peer: RawClient) -> N
     )
 
 
+def test_a_view_is_given_only_by_what_can_show_it(peer: RawClient) -> None:
+    """Copies come instead, to whoever asks for more."""
+    key = fresh_key()
+    peer.transfer(key, snapshot())
+    stream = Stream(peer.stub.Get)
+    opening = pb.GetOpen(
+        key=key, request_id=str(uuid.uuid4()), incarnation=peer.incarnation, transports=["ucx"], view=True
+    )
+    stream.send(pb.GetRequest(open=opening))
+    assert not stream.read().source.offer.view
+    stream.cut()
+
+
+def test_a_put_is_no_view(peer: RawClient) -> None:
+    offer = Prepared.of(snapshot()).offer(fresh_key(), peer.incarnation, view=True)
+    error = put_error(peer, offer)
+    assert isinstance(error, InvalidRequest)
+    assert error.field == "view"
+
+
 def test_a_reader_under_way_keeps_a_deleted_snapshot_in_memory(daemon: RunningDaemon, peer: RawClient) -> None:
     held, key = daemon.node_state().arena.held_bytes, fresh_key()
     peer.transfer(key, snapshot())

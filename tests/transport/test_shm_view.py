@@ -1,5 +1,6 @@
 """Views over shared memory: what is shown is seen, by mapping it, for as long as an array over it lives."""
 
+import errno
 import gc
 import mmap
 import os
@@ -230,6 +231,28 @@ def test_many_views_leave_nothing_behind(pair):
             assert (see(pair, owner) == data).all()
     assert len(open_descriptors()) == before
     assert not owner.views
+
+
+def test_too_many_descriptors_on_their_way_end_the_connection(pair, monkeypatch):
+    class Full:
+        def __init__(self, real):
+            self._real = real
+
+        def sendmsg(self, parts, ancillary, flags):
+            if ancillary:
+                raise OSError(errno.ETOOMANYREFS, "too many references")
+            return self._real.sendmsg(parts, ancillary, flags)
+
+        def __getattr__(self, name):
+            return getattr(self._real, name)
+
+    monkeypatch.setattr(pair.to_b._link, "_socket", Full(pair.to_b._link._socket))
+    with owner_of(pattern(PAGE), PAGE) as owner:
+        shown, (_, seen) = show(pair.to_b, 7, owner.shown), look(pair.to_a, 7, PAGE)
+        drive([pair.a, pair.b], lambda: shown.fired and seen.fired)
+        assert "descriptors" in str(pair.lost_a.errors[0])
+        assert isinstance(seen.error, PeerUnavailable)
+        assert not owner.pinned
 
 
 def test_other_transports_show_nothing():
