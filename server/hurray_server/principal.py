@@ -58,6 +58,10 @@ class Principal:
         """The key that a caller means: one without a slash is its own."""
         return name if self.grants is None or "/" in name else f"{self.tenant}/{name}"
 
+    def owner(self, key: str) -> str:
+        """The tenant that a key belongs to, which may read all that is under it."""
+        return self.tenant if self.grants is None else key.partition("/")[0]
+
     def require(self, right: Right, key: str) -> None:
         """Raises PermissionDenied, which is the same whether or not the key exists."""
         if self.grants is not None and not self.grants.allows(self.tenant, right, key):

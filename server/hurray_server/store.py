@@ -63,7 +63,7 @@ class Contents:
     num_pages: int
     annotations: Mapping[str, str] = field(default_factory=dict)
     viewed_by: str | None = None
-    """The tenant whose readers may map it; None: it cannot be mapped."""
+    """The tenant that its key belongs to, whose readers may map it; None: it cannot be mapped."""
 
     def counts(self) -> array[int]:
         """The token counts, which are kept as 8 bytes each."""

@@ -144,7 +144,7 @@ class PutTransfer(Transfer[pb.TargetMessage]):
         self._running = running
         self._claim = claim
         self._charge = charge
-        self._tenant = session.principal.tenant
+        self._owner = session.principal.owner(offer.key)
         self._lease_s = lease_s
         self.snapshot: Snapshot | None = None
         """Once it is committed."""
@@ -156,7 +156,7 @@ class PutTransfer(Transfer[pb.TargetMessage]):
                 transport=transport,
                 window=window_for(transport, offer.chunk_bytes, node.config.transfers.window),
                 budget_s=budget_s,
-                tenant=node.tenant_number(session.principal.tenant),
+                tenant=node.tenant_number(self._owner),
             )
         )
 
@@ -193,7 +193,7 @@ class PutTransfer(Transfer[pb.TargetMessage]):
                 page_size=descriptor.page_size,
                 num_pages=descriptor.num_pages,
                 annotations=dict(self._offer.annotations),
-                viewed_by=self._tenant if prepared.viewable else None,
+                viewed_by=self._owner if prepared.viewable else None,
             ),
             lease_s=self._lease_s,
             now_s=now_s,

@@ -29,6 +29,7 @@ from sdk.snapshots import (
 )
 from support.daemon import RunningDaemon, eventually, running_daemon
 from support.grains import views_of
+from support.identities import identified_daemon
 
 pytestmark = pytest.mark.parametrize("transport", ["shm"], indirect=True)
 
@@ -291,6 +292,33 @@ def test_a_new_mover_does_not_take_memory_from_a_reader(node: RunningDaemon) -> 
             with client.get("k") as again:
                 assert again.receipt.mapped_bytes > 0  # who read before is no reader of the new one
                 assert_same_tokens(other, again)
+
+
+def test_a_view_is_for_the_tenant_that_the_key_belongs_to_and_on_the_account_of_who_put_it(tmp_path: Path) -> None:
+    def connect(tenant: str) -> ht.Client:
+        config = ht.ClientConfig(shm={"path": node.daemon.shm_path}, transports=("shm",))  # type: ignore[arg-type]
+        return ht.connect(node.address, tls=node.tenant(tenant), config=config)
+
+    snapshot = large()
+    quotas = "[quotas]\ndefault = { snapshots = 1 }\n"
+    with identified_daemon(tmp_path, quotas) as node, connect("a") as a, connect("b") as b:
+        a.put("a/shared/k", snapshot)
+        with a.get("a/shared/k") as own, b.get("a/shared/k") as granted:
+            assert own.receipt.mapped_bytes > 0
+            assert granted.receipt.mapped_bytes == 0
+            assert_same_tokens(own, granted)
+        a.delete("a/shared/k")
+        eventually(lambda: node.arena().held_bytes == 0, 10, "the memory is free")
+
+        a.put("b/inbox/k", snapshot)
+        got = b.get("b/inbox/k", consume=True)
+        assert got.receipt.mapped_bytes > 0
+        with pytest.raises(ht.QuotaExceeded):
+            a.put("b/inbox/next", snapshot)
+        assert_same_tokens(snapshot, got)
+        got.close()
+        eventually(lambda: node.arena().held_bytes == 0, 10, "the memory is free")
+        a.put("b/inbox/next", snapshot)
 
 
 def test_a_view_that_was_not_asked_for_is_refused(transport: str) -> None:
