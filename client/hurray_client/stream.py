@@ -30,7 +30,7 @@ class ReadyTensors:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count = 0
-        self._limit: float = 0
+        self._limit = 0
         self._released = False
         self._announce: Callable[[int], None] = lambda _: None
 
@@ -54,7 +54,7 @@ class ReadyTensors:
             self._tell()
 
     def _tell(self) -> None:
-        self._announce(int(self._count if self._released else min(self._count, self._limit)))
+        self._announce(self._count if self._released else min(self._count, self._limit))
 
 
 class PutStream:
