@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import uuid
@@ -55,7 +56,7 @@ def answers(method: Callable[..., Awaitable[Any]]) -> Callable[[Any, Any, Contex
             return answer
         except HurrayError as error:
             _log.info("call failed", reason=error.reason, error=str(error))
-            # Without its traceback, for the same reason: the call keeps its last exception.
+            # Without its traceback, and all that is in it: the call keeps its last exception.
             ended = error.with_traceback(None)
             await _abort(context, ended)
         except grpc.aio.AbortError:
@@ -67,7 +68,8 @@ def answers(method: Callable[..., Awaitable[Any]]) -> Callable[[Any, Any, Contex
             await _abort(context, ended)
         finally:
             if ended is not None or action != "getnode":  # which everyone asks, often, and who has an identity may
-                self.audit.record(decision, ended)
+                # After the answer is on its way: nobody waits for a log.
+                asyncio.get_running_loop().call_soon(self.audit.record, decision, ended)
 
     return handler
 
