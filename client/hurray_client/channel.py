@@ -6,6 +6,7 @@ closed when the last call on it, a session's included, has ended.
 
 from __future__ import annotations
 
+import ipaddress
 import select
 import socket
 import ssl
@@ -20,7 +21,10 @@ import grpc
 from hurray_client.config import ClientConfig
 from hurray_wire.credentials import Credentials, Pem, WatchedCredentials
 from hurray_wire.limits import Limits
+from hurray_wire.log import get_logger
 from hurray_wire.v1.transfer_pb2_grpc import TransferServiceStub
+
+_log = get_logger("hurray.client")
 
 LOOK_S: Final = 2.0
 """How long it may take to find out why a TLS connection is not made."""
@@ -61,6 +65,8 @@ class Channels:
 
     def __init__(self, target: str, config: ClientConfig) -> None:
         self._target = target
+        if config.tls is None and not _is_of_this_host(target):
+            _log.warning("plain text to another host: whoever is on the way reads and changes it", node=target)
         self._config = config
         self._credentials = config.tls
         self._watched = None if config.tls is None else WatchedCredentials(config.tls, _valid)
@@ -120,6 +126,14 @@ class Channels:
         return _Line(grpc.secure_channel(self._target, credentials, options), pem)
 
 
+def _is_of_this_host(target: str) -> bool:
+    host = target.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or target.startswith("unix:")
+
+
 def _valid(pem: Pem) -> Pem:
     pem.require_valid("tls")
     return pem
@@ -133,6 +147,9 @@ def look_at_tls(target: str, credentials: Credentials) -> str | None:
         return None
     try:
         context = ssl.create_default_context(cafile=str(credentials.ca))
+        context.verify_flags &= (
+            ~ssl.VERIFY_X509_STRICT
+        )  # gRPC is not that strict, and it is its refusal that we look for
         context.load_cert_chain(credentials.certificate, credentials.key, password=lambda: "")
         context.set_alpn_protocols(["h2"])
         with (

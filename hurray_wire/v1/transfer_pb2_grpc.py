@@ -107,7 +107,7 @@ class TransferServiceServicer:
         """Hands one snapshot to this node. The client is the source: Offer, then checksums; the node answers Accept, then
         Receipt. The stream is the liveness of the transfer: when it breaks, the node aborts.
         Errors: INVALID_ARGUMENT (descriptor, token counts, contents), ALREADY_EXISTS (key held, or another transfer to it
-        runs), RESOURCE_EXHAUSTED (arena, limits), DATA_LOSS (checksum), UNAVAILABLE, DEADLINE_EXCEEDED, CANCELLED.
+        runs), RESOURCE_EXHAUSTED (arena, limits, the tenant's quota), DATA_LOSS (checksum), UNAVAILABLE, DEADLINE_EXCEEDED, CANCELLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -130,6 +130,9 @@ class Daemon:
         host, _ = split_address(config.listen)
         listens = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         if config.tls is not None:
+            for path in {config.tls.credentials.key, config.tls.data_credentials.key}:
+                if path.stat().st_mode & 0o077:
+                    _log.warning("others of this host may read a private key", path=str(path))
             _log.info("mutual TLS: tenants by their certificates", listen=listens, grants=len(config.grants))
         elif not is_loopback(host):
             _log.warning("insecure: everyone who reaches this address is served", listen=listens)

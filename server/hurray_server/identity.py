@@ -29,7 +29,7 @@ class Connection(Protocol):
         """What TLS has verified."""
 
 
-_CACHED: Final = 4096
+_CACHED: Final = 1024
 """Certificates, and addresses, whose meaning is remembered."""
 
 

@@ -17,12 +17,15 @@ from structlog.contextvars import bind_contextvars
 from hurray_server.audit import Audit, Decision
 from hurray_server.identity import Callers
 from hurray_wire.errors import Cancelled, HurrayError, InternalError, ProtocolViolation
-from hurray_wire.status import STATUS_TRAILER, to_status
+from hurray_wire.status import STATUS_TRAILER, cut_text, to_status
 from hurray_wire.v1 import transfer_pb2
 
 _log = structlog.get_logger("hurray.service")
 
 _METHODS: Final = f"/{transfer_pb2.DESCRIPTOR.services_by_name['TransferService'].full_name}/"
+
+LOGGED_MAX_BYTES: Final = 2048
+"""Of an error, which may quote a peer."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -55,7 +58,7 @@ def answers(method: Callable[..., Awaitable[Any]]) -> Callable[[Any, Any, Contex
             ended = None
             return answer
         except HurrayError as error:
-            _log.info("call failed", reason=error.reason, error=str(error))
+            _log.info("call failed", reason=error.reason, error=cut_text(str(error), LOGGED_MAX_BYTES))
             # Without its traceback, and all that is in it: the call keeps its last exception.
             ended = error.with_traceback(None)
             await _abort(context, ended)

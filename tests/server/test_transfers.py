@@ -10,7 +10,7 @@ import pytest
 
 from hurray_server.config import load_config
 from hurray_server.principal import LOCAL_TENANT, Principal
-from hurray_server.quotas import Quota, Quotas
+from hurray_server.quotas import Quota, Quotas, Usage
 from hurray_server.requests import Requests
 from hurray_server.sessions import Session
 from hurray_server.store import Store
@@ -150,6 +150,7 @@ def test_a_failure_gives_back_key_and_request(error: HurrayError | None) -> None
         assert setup.put.error is not None
         assert setup.put.error.code in ("CANCELLED", "UNAVAILABLE")
         assert setup.known() is None
+        assert setup.quotas.usage(LOCAL_TENANT) == Usage()
         setup.store.claim("k", overwrite=False, now_s=0.0)
         setup.put.stream_lost()  # the stream ends after the transfer: nobody is told
         assert setup.told == []

@@ -514,6 +514,24 @@ def test_transfers_at_a_time_are_counted_with_those_that_wait(bounded: Identifie
         eventually(lambda: type(stream_error(c.stub.Get, opening(c, "c/none"))) is KeyNotFound, 10, "nobody waits")
 
 
+def test_what_fails_or_is_lost_is_charged_to_nobody(bounded: Identified) -> None:
+    prepared = Prepared.of(snapshot(layers=4, pages=8), chunk_bytes=8192)
+    with bounded.raw("e") as e:
+        for number in range(2):
+            put = e.put(prepared, prepared.offer(f"{number}", e.incarnation), ready_tensors=1)
+            put.accepted.result(WAIT_S)
+        assert type(put_error(e, "2")) is QuotaExceeded
+    with bounded.raw("e") as e:  # its process went away in the middle of both
+        for number in range(2):
+            eventually(lambda number=number: taken(e, f"{number}"), 10, "the puts that were cut are settled")
+        assert not taken(e, "2")
+        bounded.daemon.kill_mover()
+        eventually(lambda: bounded.state().ready and not bounded.state().arena.held_bytes, 20, "another mover is up")
+    with bounded.raw("e") as e:
+        assert taken(e, "2")
+        assert taken(e, "3")
+
+
 def test_who_puts_is_charged_and_who_renews_takes_the_charge_over(bounded: Identified) -> None:
     with bounded.raw("a") as a, bounded.raw("b") as b:
         for client in (a, b):

@@ -85,10 +85,10 @@ class Identified:
         """The same, once there are any: a line is written a little after the caller has its answer."""
         return eventually(lambda: self.audit(**fields), 5, f"an audit line with {fields}")
 
-    def arena(self) -> pb.ArenaUsage:
-        """Where the node's memory is."""
+    def state(self) -> pb.GetNodeResponse:
+        """What GetNode says."""
         with self.calling("ops") as stub:
-            return stub.GetNode(pb.GetNodeRequest(), timeout=10).arena
+            return stub.GetNode(pb.GetNodeRequest(), timeout=10)
 
 
 def tls_table(node: Credentials, data: Credentials | None = None) -> str:
