@@ -518,7 +518,11 @@ class DataPlane:
         _log.info("peer not reached", peer=f"{peer:016x}", transport=kind, error=str(error))
         if not entry.endpoints:
             nothing = CapabilityMismatch(
-                f"no transport reaches the peer: {error.message}", field="transports", offered=kind, peer=f"{peer:016x}"
+                f"no transport reaches the peer: {error.message}",
+                stage="connect",
+                field="transports",
+                offered=kind,
+                peer=f"{peer:016x}",
             )
             self._lose_peer(peer, nothing, notify=True)
 

@@ -520,9 +520,9 @@ def get_once(node: Node, call: Call, order: GetOrder) -> ReceivedSnapshot:
 def _raise_if_failed(exchange: _Exchange, ended: Ended) -> None:
     error = ended.error
     if error is not None:
+        passed = [stage for stage, _ in ended.stages if stage != _DRAIN]
+        error.details.setdefault("stage", passed[-1] if passed else "offer")
         if error.code in ("CANCELLED", "UNAVAILABLE"):
-            passed = [stage for stage, _ in ended.stages if stage != _DRAIN]
-            error.details.setdefault("stage", passed[-1] if passed else "offer")
             error.details.setdefault("peer", exchange.node.target)
         # Without a connection nothing moved, whoever accepted: the session is lost, and its thread about to see it.
         again = not exchange.accepted or error.stage == "connect"

@@ -6,25 +6,22 @@ names its stage, within the time that was given. Nothing is left of it, and the 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 import hurray_client as ht
+from faults.harness import BUDGET_S, attempt, check_get, check_put, clean, next_works, settings, snapshot
 from hurray_wire.v1 import transfer_pb2 as pb
-from sdk.snapshots import assert_same_tokens, make_caches, make_snapshot
-from support.daemon import RunningDaemon, eventually, running_daemon
+from support.daemon import RunningDaemon, running_daemon
 from support.proxy import (
     DOWN,
     UP,
     Fault,
     Http2,
     Proxy,
-    Trigger,
     cut,
     delay,
     drip,
@@ -38,25 +35,8 @@ from support.proxy import (
 
 pytestmark = pytest.mark.ucx
 
-BUDGET_S = 8.0
-GRACE_S = 6.0
-"""What a call may take beyond its budget to drain (2 s) and to settle (2 s), on a busy machine."""
-
 TRANSPORTS = ("shm", "tcp", "ucx")
-
-
-def config(daemon: RunningDaemon, transport: str) -> ht.ClientConfig:
-    return ht.ClientConfig(
-        transports=(transport,),
-        shm={"path": daemon.shm_path},  # type: ignore[arg-type]
-        chunk_bytes=4096,
-        window=2,
-        keepalive_interval_s=1.0,
-        keepalive_timeout_s=1.5,
-        retry_s=BUDGET_S,
-        connect_timeout_s=4.0,
-    )
-
+PAGES = 240  # some sixty chunks of 4096 bytes
 
 FAULTS: dict[str, Fault] = {
     "cut": cut,
@@ -102,85 +82,29 @@ def daemon() -> Iterator[RunningDaemon]:
         yield daemon
 
 
-def snapshot(seed: int) -> ht.KVSnapshot:
-    """Some sixty chunks of 4096 bytes."""
-    return make_snapshot(make_caches(num_pages=240, page_size=8, seed=seed), [list(range(240))], [1917])
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Of one call."""
-
-    value: Any
-    error: ht.HurrayError | None
-    seconds: float
-
-
-def attempt(work: Any) -> Outcome:
-    began_s = time.monotonic()
-    try:
-        value, error = work(), None
-    except ht.HurrayError as raised:
-        value, error = None, raised
-    return Outcome(value, error, time.monotonic() - began_s)
-
-
-def check_error(outcome: Outcome) -> None:
-    assert outcome.seconds < BUDGET_S + GRACE_S, f"{outcome.seconds:.1f} s: {outcome.error}"
-    if outcome.error is not None:
-        assert outcome.error.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"), outcome.error
-        assert outcome.error.stage, outcome.error
-
-
-def put_through(
-    daemon: RunningDaemon, settings: ht.ClientConfig, direct: ht.Client, key: str, point: Point, fault: Fault
-) -> None:
-    value = snapshot(seed=1)
-    with Proxy(daemon.address, framing=Http2) as proxy, ht.connect(proxy.address, config=settings) as client:
-        fired = proxy.at(trigger(point), fault)
+def put_through(daemon: RunningDaemon, transport: str, direct: ht.Client, key: str, point: Point, fault: Fault) -> None:
+    value, config = snapshot(1, PAGES), settings(daemon, transport, chunk_bytes=4096)
+    with Proxy(daemon.address, framing=Http2) as proxy, ht.connect(proxy.address, config=config) as client:
+        fired = proxy.at(message(*point), fault)
         outcome = attempt(lambda: client.put(key, value, timeout_s=BUDGET_S))
         assert fired.wait(5)
-        check_error(outcome)
-        held = [info.generation for info in direct.list(key) if info.key == key]
-        if outcome.error is None:
-            assert held == [outcome.value.generation]
-        elif held:
-            assert isinstance(outcome.error, ht.OutcomeUnknown), f"committed, and the source is told {outcome.error}"
-        assert len(daemon.logged("snapshot committed", key=key)) == len(held)
-        if held:
-            with direct.get(key) as got:
-                assert_same_tokens(value, got)
+        check_put(daemon, direct, key, value, outcome)
         if fault in SLOW:
             proxy.do(release)
         next_works(client, f"{key}/next", value)
 
 
-def get_through(
-    daemon: RunningDaemon, settings: ht.ClientConfig, direct: ht.Client, key: str, point: Point, fault: Fault
-) -> None:
-    value = snapshot(seed=2)
+def get_through(daemon: RunningDaemon, transport: str, direct: ht.Client, key: str, point: Point, fault: Fault) -> None:
+    value, config = snapshot(2, PAGES), settings(daemon, transport, chunk_bytes=4096)
     direct.put(key, value)
-    with Proxy(daemon.address, framing=Http2) as proxy, ht.connect(proxy.address, config=settings) as client:
-        fired = proxy.at(trigger(point), fault)
+    with Proxy(daemon.address, framing=Http2) as proxy, ht.connect(proxy.address, config=config) as client:
+        fired = proxy.at(message(*point), fault)
         outcome = attempt(lambda: client.get(key, timeout_s=BUDGET_S))
         assert fired.wait(5)
-        check_error(outcome)
-        if outcome.error is None:
-            assert_same_tokens(value, outcome.value)
+        check_get(direct, key, value, outcome)
         if fault in SLOW:
             proxy.do(release)
         next_works(client, f"{key}/next", value)
-    eventually(lambda: direct.stat(key).info.reader_count == 0, 10, "nobody reads it any more")
-
-
-def trigger(point: Point) -> Trigger:
-    return message(*point)
-
-
-def next_works(client: ht.Client, key: str, value: ht.KVSnapshot) -> None:
-    client.put(key, value, timeout_s=30)
-    with client.get(key, timeout_s=30) as got:
-        assert_same_tokens(value, got)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -193,16 +117,10 @@ def test_there_is_one_outcome(daemon: RunningDaemon, fault: str) -> None:
         running = {}
         for number, (run, kind, at, point) in enumerate(cases):
             transport = TRANSPORTS[(first + number) % len(TRANSPORTS)]
-            settings, key = config(daemon, transport), f"{fault}/{kind}/{at}"
-            future = pool.submit(run, daemon, settings, direct, key, point, FAULTS[fault])
-            running[f"{fault} at {at} of {kind} over {transport}"] = future
+            key = f"{fault}/{kind}/{at}"
+            running[f"{fault} at {at} of {kind} over {transport}"] = pool.submit(
+                run, daemon, transport, direct, key, point, FAULTS[fault]
+            )
         failed = [f"{name}: {error}" for name, future in running.items() if (error := future.exception())]
         assert not failed, "\n".join(failed)
-        for info in direct.list():
-            direct.delete(info.key)
-        eventually(lambda: balanced(daemon), 15, "the arena is whole")
-
-
-def balanced(daemon: RunningDaemon) -> bool:
-    arena = daemon.node_state().arena
-    return bool(arena.free_bytes == arena.total_bytes)
+        clean(daemon, direct)

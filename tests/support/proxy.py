@@ -283,6 +283,16 @@ def flip_bit(offset: int = -1) -> Fault:
     return fault
 
 
+def shorten(size: int) -> Fault:
+    """The piece at the trigger has only so many bytes."""
+
+    def fault(_: Link, piece: Piece | None) -> None:
+        assert piece is not None
+        del piece.data[size:]
+
+    return fault
+
+
 _BACK = {UP: DOWN, DOWN: UP}
 
 
@@ -404,7 +414,7 @@ class Proxy:
     def __init__(
         self, target: str, *, path: str | None = None, framing: Callable[[Direction], Framing] | type = Raw
     ) -> None:
-        self._target = target
+        self.target = target
         self._make_framing = framing
         self._links: list[Link] = []
         self._triggers: list[tuple[Trigger, Fault, threading.Event]] = []
@@ -504,9 +514,9 @@ class Proxy:
         far = socket.socket(near.family, near.type)
         try:
             if near.family == socket.AF_UNIX:
-                far.connect(self._target)
+                far.connect(self.target)
             else:
-                host, _, port = self._target.rpartition(":")
+                host, _, port = self.target.rpartition(":")
                 far.connect((host, int(port)))
         except OSError:
             near.close()
