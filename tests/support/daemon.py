@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -148,10 +148,16 @@ def command(*arguments: str) -> list[str]:
 
 @contextmanager
 def running_daemon(
-    config: str = "", *, arena_bytes: int = 64 << 20, node: str = "test", env: dict[str, str] | None = None
+    config: str = "",
+    *,
+    arena_bytes: int = 64 << 20,
+    node: str = "test",
+    env: dict[str, str] | None = None,
+    prefix: Sequence[str] = (),
 ) -> Iterator[RunningDaemon]:
     """A ready daemon, killed with all its children at the end. `config`: more TOML; a table that is named in it is the
-    caller's as a whole ([arena] excepted: give `arena_bytes`)."""
+    caller's as a whole ([arena] excepted: give `arena_bytes`; [ucx] gets its ports). `prefix`: a command that becomes
+    it."""
     with tempfile.TemporaryDirectory(prefix="hurrayd-") as folder:
         path, log_path = Path(folder, "hurrayd.toml"), Path(folder, "log")
         top = [] if "listen =" in config else ['listen = "127.0.0.1:0"']
@@ -160,12 +166,15 @@ def running_daemon(
             tables += ["[shm]", f'path = "{folder}/shm.sock"']
         if "[tcp]" not in config:
             tables += ["[tcp]", 'listen = "127.0.0.1:0"']
+        ports = f"[ucx]\nfirst_port = {UCX_PORTS[0]}\nlast_port = {UCX_PORTS[1]}\n"
         if "[ucx]" not in config:
-            tables += ["[ucx]", f"first_port = {UCX_PORTS[0]}", f"last_port = {UCX_PORTS[1]}"]
+            tables.append(ports)
+        elif "first_port" not in config:
+            config = config.replace("[ucx]\n", ports)
         path.write_text("\n".join([*top, f'node = "{node}"', config, *tables]))
         with log_path.open("wb") as sink:
             process = subprocess.Popen(
-                command("--config", str(path)),
+                [*prefix, *command("--config", str(path))],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=sink,

@@ -1,0 +1,156 @@
+"""The network between a node and its clients is cut in the middle of transfers, one way or both, and heals."""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sdk.ports import WIDE_PORTS
+from support.daemon import RunningDaemon, environment, eventually, running_daemon
+from support.netns import Host, two_hosts
+
+pytestmark = pytest.mark.ucx
+
+NOTICED_S = 8.0
+TESTS = Path(__file__).parents[1]
+PORT = 7411
+CHUNK_BYTES = 32 << 10  # none of it is sent before there is a receive for it
+
+
+@dataclass(frozen=True)
+class Client:
+    """A process on the other host; see partition_client.py."""
+
+    name: str
+    process: subprocess.Popen[str]
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def hear(self, timeout_s: float = 40) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        readable, _, _ = select.select([self.process.stdout], [], [], timeout_s)
+        assert readable, f"{self.name} says nothing"
+        line = self.process.stdout.readline()
+        assert line.startswith("{"), (self.name, line, self.process.poll())
+        return dict(json.loads(line))
+
+
+@contextmanager
+def client_on(host: Host, address: str, transport: str, name: str) -> Iterator[Client]:
+    variables = {
+        **WIDE_PORTS,
+        "PYTHONPATH": str(TESTS),
+        "HURRAY_TRANSPORTS": transport,
+        "HURRAY_UCX__NET_DEVICES": host.device,
+        "HURRAY_CHUNK_BYTES": str(CHUNK_BYTES),
+        "HURRAY_WINDOW": "2",
+    }
+    with subprocess.Popen(
+        [*host.command, sys.executable, "-m", "faults.partition_client", address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment(**variables),
+        text=True,
+    ) as process:
+        try:
+            yield Client(name, process)
+        finally:
+            process.kill()
+
+
+@dataclass(frozen=True)
+class Cluster:
+    node: Host
+    other: Host
+    daemon: RunningDaemon
+    clients: dict[str, Client]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A node, and four clients of it: they live through all tests."""
+    with two_hosts() as (node, other), ExitStack() as stack:
+        config = "\n".join(
+            [
+                f'listen = "{node.address}:{PORT}"',
+                "insecure = true",
+                'transports = ["tcp", "ucx"]',
+                "[tcp]",
+                f'listen = "{node.address}:0"',
+                "[ucx]",
+                f'net_devices = ["{node.device}"]',
+                "[transfers]",
+                f"chunk_bytes = {CHUNK_BYTES}",
+                "window = 2",
+            ]
+        )
+        daemon = stack.enter_context(running_daemon(config, prefix=node.command))
+        clients = {}
+        for name in ("tcp put", "tcp get", "ucx put", "ucx get"):
+            transport = name.partition(" ")[0]
+            clients[name] = stack.enter_context(client_on(other, f"{node.address}:{PORT}", transport, name))
+        for name, client in clients.items():
+            client.tell(f"prepare held/{name.replace(' ', '/')}")
+        assert [client.hear()["reason"] for client in clients.values()] == ["OK"] * 4
+        yield Cluster(node, other, daemon, clients)
+
+
+@pytest.mark.parametrize("deaf", ["both", "the node", "the clients"])
+def test_a_partition_is_noticed_on_both_sides_and_the_next_transfer_works_once_it_heals(
+    cluster: Cluster, deaf: str
+) -> None:
+    daemon, clients, keys = cluster.daemon, cluster.clients, {}
+    for name, client in clients.items():
+        kind = name.split()[1]
+        keys[name] = f"held/{name.replace(' ', '/')}" if kind == "get" else f"cut/{name}/{deaf}".replace(" ", "/")
+        client.tell(f"{kind} {keys[name]}")
+    assert all(client.hear() == {"middle": True} for client in clients.values())
+    mover, failed_before = daemon.mover_pid, len(daemon.logged("transfer failed"))
+
+    hosts = [
+        host for host, name in ((cluster.node, "the node"), (cluster.other, "the clients")) if deaf in ("both", name)
+    ]
+    for host in hosts:
+        host.deafen()
+    cut_s = time.monotonic()
+    for client in clients.values():
+        client.tell("go on")
+    try:
+        for name, client in clients.items():
+            heard = client.hear()
+            assert time.monotonic() - cut_s < NOTICED_S, (name, heard)
+            assert heard.get("code") == "UNAVAILABLE", (name, heard)
+            assert heard["stage"] in ("pages", "data_plane"), (name, heard)
+        eventually(
+            lambda: len(daemon.logged("transfer failed")) == failed_before + 4,
+            NOTICED_S - (time.monotonic() - cut_s),
+            f"the node notices: {daemon.logged('transfer failed')[failed_before:]}",
+        )
+        for entry in daemon.logged("transfer failed")[failed_before:]:
+            assert "UNAVAILABLE" in entry["reason"], entry
+    finally:
+        for host in hosts:
+            host.heal()
+
+    for name, client in clients.items():
+        client.tell(f"small next/{name.replace(' ', '/')}")
+    for name, client in clients.items():
+        heard = client.hear()
+        assert heard["reason"] == "OK", (name, heard)
+    assert daemon.mover_pid == mover
+    assert {entry["key"] for entry in daemon.logged("snapshot committed")}.isdisjoint(
+        key for key in keys.values() if key.startswith("cut/")
+    )

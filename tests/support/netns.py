@@ -1,0 +1,66 @@
+"""Two network namespaces joined by one cable, which a test can cut one way or both."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Host:
+    """A namespace: its name, its end of the cable, its address."""
+
+    name: str
+    device: str
+    address: str
+
+    @property
+    def command(self) -> list[str]:
+        """What runs a command there."""
+        return ["ip", "netns", "exec", self.name]
+
+    def deafen(self) -> None:
+        """Nothing reaches it any more."""
+        rules = "table inet cut {\n chain arriving {\n type filter hook input priority 0; policy drop;\n }\n}\n"
+        subprocess.run([*self.command, "nft", "-f", "-"], input=rules, text=True, check=True)
+
+    def heal(self) -> None:
+        """Everything reaches it again."""
+        with suppress(subprocess.CalledProcessError):  # it was not deaf
+            subprocess.run([*self.command, "nft", "delete", "table", "inet", "cut"], check=True, capture_output=True)
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Skips the test where this process may not make namespaces, or has not the tools."""
+    missing = [tool for tool in ("ip", "nft") if shutil.which(tool) is None]
+    if missing or os.geteuid() != 0:
+        pytest.skip(f"NO PARTITION IS TESTED: {'no ' + ', '.join(missing) if missing else 'not root'}")
+    tag = uuid.uuid4().hex[:6]
+    hosts = Host(f"hurray-{tag}-a", f"hry{tag}a", "10.77.0.1"), Host(f"hurray-{tag}-b", f"hry{tag}b", "10.77.0.2")
+    try:
+        for host in hosts:
+            made = subprocess.run(["ip", "netns", "add", host.name], capture_output=True, text=True, check=False)
+            if made.returncode:
+                pytest.skip(f"NO PARTITION IS TESTED: {made.stderr.strip()}")
+        a, b = hosts
+        run("ip", "link", "add", a.device, "netns", a.name, "type", "veth", "peer", b.device, "netns", b.name)
+        for host in hosts:
+            run("ip", "-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.device)
+            run("ip", "-n", host.name, "link", "set", host.device, "up")
+            run("ip", "-n", host.name, "link", "set", "lo", "up")
+        yield hosts
+    finally:
+        for host in hosts:
+            subprocess.run(["ip", "netns", "del", host.name], capture_output=True, check=False)
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
