@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hurray_server.grains import Grains, grain_bytes_for
+from hurray_server.host_memory import available_memory
 from hurray_wire.errors import ArenaFull, DataPlaneUnavailable
 from hurray_wire.image import align
 from hurray_wire.limits import PAGE_BYTES
@@ -94,14 +95,14 @@ class Arena:
         """Raises DataPlaneUnavailable where the host does not have that much memory."""
         self.total_bytes: Final = align(total_bytes)
         self._on_change = on_change
-        available = _available_bytes()
-        if available is not None and self.total_bytes > available:
+        available = available_memory()
+        if available is not None and self.total_bytes > available.nbytes:
             raise DataPlaneUnavailable(
-                "the arena is larger than the memory that is available",
+                f"the arena is larger than the memory that is available, by {available.limited_by}",
                 stage="start",
                 field="arena.bytes",
                 offered=self.total_bytes,
-                required=f"<= {available}",
+                required=f"<= {available.nbytes}",
             )
         try:
             self._grains = Grains(self.total_bytes, grain_bytes or grain_bytes_for(self.total_bytes))
@@ -363,18 +364,6 @@ class TransferMemory:
         have been deleted since."""
         if not keep:
             self._arena.free(self._transfer)
-
-
-def _available_bytes() -> int | None:
-    """Memory that can be taken without swapping, as the kernel estimates it."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return None
 
 
 def _commits_strictly() -> bool:
