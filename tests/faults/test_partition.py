@@ -2,73 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import select
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from sdk.ports import WIDE_PORTS
-from support.daemon import RunningDaemon, environment, eventually, running_daemon
+from faults.remote_client import RemoteClient, remote_client
+from support.daemon import RunningDaemon, eventually, running_daemon
 from support.netns import Host, two_hosts
 
 pytestmark = pytest.mark.ucx
 
 NOTICED_S = 8.0
-TESTS = Path(__file__).parents[1]
+MIDDLE = 20
 PORT = 7411
 CHUNK_BYTES = 32 << 10  # none of it is sent before there is a receive for it
-
-
-@dataclass(frozen=True)
-class Client:
-    """A process on the other host; see partition_client.py."""
-
-    name: str
-    process: subprocess.Popen[str]
-
-    def tell(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def hear(self, timeout_s: float = 40) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        readable, _, _ = select.select([self.process.stdout], [], [], timeout_s)
-        assert readable, f"{self.name} says nothing"
-        line = self.process.stdout.readline()
-        assert line.startswith("{"), (self.name, line, self.process.poll())
-        return dict(json.loads(line))
-
-
-@contextmanager
-def client_on(host: Host, address: str, transport: str, name: str) -> Iterator[Client]:
-    variables = {
-        **WIDE_PORTS,
-        "PYTHONPATH": str(TESTS),
-        "HURRAY_TRANSPORTS": transport,
-        "HURRAY_UCX__NET_DEVICES": host.device,
-        "HURRAY_CHUNK_BYTES": str(CHUNK_BYTES),
-        "HURRAY_WINDOW": "2",
-    }
-    with subprocess.Popen(
-        [*host.command, sys.executable, "-m", "faults.partition_client", address],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environment(**variables),
-        text=True,
-    ) as process:
-        try:
-            yield Client(name, process)
-        finally:
-            process.kill()
 
 
 @dataclass(frozen=True)
@@ -76,7 +26,7 @@ class Cluster:
     node: Host
     other: Host
     daemon: RunningDaemon
-    clients: dict[str, Client]
+    clients: dict[str, RemoteClient]
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +50,16 @@ def cluster() -> Iterator[Cluster]:
         daemon = stack.enter_context(running_daemon(config, prefix=node.command))
         clients = {}
         for name in ("tcp put", "tcp get", "ucx put", "ucx get"):
-            transport = name.partition(" ")[0]
-            clients[name] = stack.enter_context(client_on(other, f"{node.address}:{PORT}", transport, name))
+            settings = {
+                "HURRAY_TRANSPORTS": name.partition(" ")[0],
+                "HURRAY_UCX__NET_DEVICES": other.device,
+                "HURRAY_CHUNK_BYTES": str(CHUNK_BYTES),
+                "HURRAY_WINDOW": "2",
+            }
+            client = remote_client(f"{node.address}:{PORT}", name, prefix=other.command, **settings)
+            clients[name] = stack.enter_context(client)
         for name, client in clients.items():
-            client.tell(f"prepare held/{name.replace(' ', '/')}")
+            client.tell(f"hold held/{name.replace(' ', '/')}")
         assert [client.hear()["reason"] for client in clients.values()] == ["OK"] * 4
         yield Cluster(node, other, daemon, clients)
 
@@ -116,7 +72,7 @@ def test_a_partition_is_noticed_on_both_sides_and_the_next_transfer_works_once_i
     for name, client in clients.items():
         kind = name.split()[1]
         keys[name] = f"held/{name.replace(' ', '/')}" if kind == "get" else f"cut/{name}/{deaf}".replace(" ", "/")
-        client.tell(f"{kind} {keys[name]}")
+        client.tell(f"{kind} {keys[name]} {MIDDLE}")
     assert all(client.hear() == {"middle": True} for client in clients.values())
     mover, failed_before = daemon.mover_pid, len(daemon.logged("transfer failed"))
 
