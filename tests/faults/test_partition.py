@@ -42,6 +42,7 @@ def cluster() -> Iterator[Cluster]:
                 f'listen = "{node.address}:0"',
                 "[ucx]",
                 f'net_devices = ["{node.device}"]',
+                'trusted = ["10.77.0.0/24"]',
                 "[transfers]",
                 f"chunk_bytes = {CHUNK_BYTES}",
                 "window = 2",
@@ -53,6 +54,7 @@ def cluster() -> Iterator[Cluster]:
             settings = {
                 "HURRAY_TRANSPORTS": name.partition(" ")[0],
                 "HURRAY_UCX__NET_DEVICES": other.device,
+                "HURRAY_UCX__TRUSTED": "10.77.0.0/24",
                 "HURRAY_CHUNK_BYTES": str(CHUNK_BYTES),
                 "HURRAY_WINDOW": "2",
             }

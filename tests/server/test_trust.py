@@ -526,7 +526,7 @@ def test_what_fails_or_is_lost_is_charged_to_nobody(bounded: Identified) -> None
             eventually(lambda number=number: taken(e, f"{number}"), 10, "the puts that were cut are settled")
         assert not taken(e, "2")
         bounded.daemon.kill_mover()
-        eventually(lambda: bounded.state().ready and not bounded.state().arena.held_bytes, 20, "another mover is up")
+        eventually(lambda: (now := bounded.state()).ready and not now.arena.held_bytes, 20, "another mover is up")
     with bounded.raw("e") as e:
         assert taken(e, "2")
         assert taken(e, "3")
