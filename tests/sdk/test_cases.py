@@ -104,8 +104,8 @@ def test_ragged_tables_that_are_wrong_do_not_leave_the_sdk(seq_ptr: list[int]) -
 
 
 def corrupted(change: Callable[[PreparedSnapshot], None]) -> Callable[[ht.KVSnapshot], PreparedSnapshot]:
-    def prepare_and_change(snapshot: ht.KVSnapshot) -> PreparedSnapshot:
-        prepared = prepare(snapshot)
+    def prepare_and_change(snapshot: ht.KVSnapshot, **options: bool) -> PreparedSnapshot:
+        prepared = prepare(snapshot, **options)
         change(prepared)
         return prepared
 
