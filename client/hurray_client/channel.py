@@ -147,9 +147,7 @@ def look_at_tls(target: str, credentials: Credentials) -> str | None:
         return None
     try:
         context = ssl.create_default_context(cafile=str(credentials.ca))
-        context.verify_flags &= (
-            ~ssl.VERIFY_X509_STRICT
-        )  # gRPC is not that strict, and it is its refusal that we look for
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # gRPC is not that strict, and its refusal is looked for
         context.load_cert_chain(credentials.certificate, credentials.key, password=lambda: "")
         context.set_alpn_protocols(["h2"])
         with (

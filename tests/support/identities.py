@@ -90,6 +90,10 @@ class Identified:
         with self.calling("ops") as stub:
             return stub.GetNode(pb.GetNodeRequest(), timeout=10)
 
+    def arena(self) -> pb.ArenaUsage:
+        """Where the node's memory is."""
+        return self.state().arena
+
 
 def tls_table(node: Credentials, data: Credentials | None = None) -> str:
     """The table [tls], as TOML."""
