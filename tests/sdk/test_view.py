@@ -308,7 +308,7 @@ def test_a_view_is_for_the_tenant_that_the_key_belongs_to_and_on_the_account_of_
             assert granted.receipt.mapped_bytes == 0
             assert_same_tokens(own, granted)
         a.delete("a/shared/k")
-        eventually(lambda: node.state().arena.held_bytes == 0, 10, "the memory is free")
+        eventually(lambda: node.arena().held_bytes == 0, 10, "the memory is free")
 
         a.put("b/inbox/k", snapshot)
         got = b.get("b/inbox/k", consume=True)
@@ -317,7 +317,7 @@ def test_a_view_is_for_the_tenant_that_the_key_belongs_to_and_on_the_account_of_
             a.put("b/inbox/next", snapshot)
         assert_same_tokens(snapshot, got)
         got.close()
-        eventually(lambda: node.state().arena.held_bytes == 0, 10, "the memory is free")
+        eventually(lambda: node.arena().held_bytes == 0, 10, "the memory is free")
         a.put("b/inbox/next", snapshot)
 
 
