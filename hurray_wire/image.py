@@ -17,8 +17,9 @@ which does not cross the wire but is mapped.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final, overload
 
 from hurray_wire.descriptor import Descriptor
@@ -41,6 +42,7 @@ _SHARED_FIELDS: Final = (
     "total_logical_pages",
     "block_table_index_type",
 )
+_shared: Final[Callable[[Descriptor], tuple[int, ...]]] = attrgetter(*_SHARED_FIELDS)
 
 
 def align(nbytes: int) -> int:
@@ -161,10 +163,12 @@ class ImagePlan:
 
 def check_shared_structure(descriptors: Sequence[Descriptor]) -> None:
     """Raise GeometryMismatch unless all tensors share one block structure, as far as descriptors show it."""
-    first = descriptors[0]
+    first = _shared(descriptors[0])
     for number, descriptor in enumerate(descriptors):
-        for name in _SHARED_FIELDS:
-            offered, required = getattr(descriptor, name), getattr(first, name)
+        own = _shared(descriptor)
+        if own == first:
+            continue
+        for name, offered, required in zip(_SHARED_FIELDS, own, first, strict=True):
             if offered != required:
                 raise GeometryMismatch(
                     "tensors of one snapshot share one block structure",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import unicodedata
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -16,8 +16,9 @@ import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
 from hurray_wire import session as s
+from hurray_wire.alike import decode_each
 from hurray_wire.checksum import Hash, hash_of
-from hurray_wire.descriptor import Descriptor, decode_descriptor
+from hurray_wire.descriptor import Descriptor
 from hurray_wire.errors import (
     CapabilityMismatch,
     HurrayError,
@@ -117,34 +118,36 @@ def read_offer(offer: pb.Offer, limits: Limits, policy: Policy = STRICT) -> Offe
     """
     check_sizes(offer, limits)
     check_annotations(offer.annotations)
-    descriptors = tuple(
-        _read_descriptor(tensor.descriptor, number, limits, policy) for number, tensor in enumerate(offer.tensors)
-    )
+    descriptors = _read_descriptors([tensor.descriptor for tensor in offer.tensors], limits, policy)
     plan = plan_image(descriptors, offer.chunk_bytes, limits, view=offer.view)
     check_roles([(descriptor.layer_index, descriptor.kv_role_name) for descriptor in descriptors])
-    counts = check_token_counts(descriptors[0], np.fromiter(offer.token_counts, np.uint64, len(offer.token_counts)))
+    counts = check_token_counts(descriptors[0], np.asarray(offer.token_counts, np.uint64))
     return OfferedSnapshot(descriptors, counts, plan, hash_of(offer.checksum))
 
 
-def _read_descriptor(data: bytes, number: int, limits: Limits, policy: Policy) -> Descriptor:
-    if len(data) > limits.max_descriptor_bytes:
-        raise LimitExceeded(
-            "descriptor too long", tensor=number, offered=len(data), required=f"<= {limits.max_descriptor_bytes}"
-        )
+def _read_descriptors(encoded: Sequence[bytes], limits: Limits, policy: Policy) -> tuple[Descriptor, ...]:
+    descriptors: list[Descriptor] = []
+
+    def short_enough() -> Iterator[bytes]:
+        for data in encoded:
+            if len(data) > limits.max_descriptor_bytes:
+                raise LimitExceeded(
+                    "descriptor too long", offered=len(data), required=f"<= {limits.max_descriptor_bytes}"
+                )
+            yield data
+
     try:
-        descriptor, consumed = decode_descriptor(data, replace(policy, cross_machine=True))
+        for descriptor, consumed in decode_each(short_enough(), replace(policy, cross_machine=True)):
+            given = len(encoded[len(descriptors)])
+            if consumed != given:
+                raise InvalidDescriptor(
+                    "bytes follow the descriptor", field="descriptor_length", offered=given, required=consumed
+                )
+            descriptors.append(descriptor)
     except HurrayError as error:
-        error.details.setdefault("tensor", str(number))
+        error.details.setdefault("tensor", str(len(descriptors)))
         raise
-    if consumed != len(data):
-        raise InvalidDescriptor(
-            "bytes follow the descriptor",
-            tensor=number,
-            field="descriptor_length",
-            offered=len(data),
-            required=consumed,
-        )
-    return descriptor
+    return tuple(descriptors)
 
 
 def check_annotations(annotations: Mapping[str, str]) -> None:

@@ -356,6 +356,8 @@ def compact_parameters(descriptor: Descriptor, buffers: Sequence[Buffer | None],
     Scales and zero points per slot follow their pages; those per channel are copied whole. A buffer that holds both
     keeps them end to end, split where the new sizes put it.
     """
+    if descriptor.quantization is None:
+        return []
     target = compact_descriptor(descriptor, compaction)
     copies = [aligned_empty(handle.byte_size) for handle in target.buffers[3:]]
     sources = parameter_arrays(descriptor, buffers)

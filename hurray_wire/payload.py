@@ -14,15 +14,16 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from hurray_wire.alike import change_each
 from hurray_wire.descriptor import Descriptor
 from hurray_wire.destination import Destination
 from hurray_wire.errors import ArenaFull
 from hurray_wire.image import INDEX, Chunk, ImagePlan, Segment
 from hurray_wire.limits import PAGE_BYTES
-from hurray_wire.memory import DEVICE_CPU
 from hurray_wire.pages import check_compact, live_slots, scrub, scrub_parameters
 from hurray_wire.policy import STRICT, Policy
 from hurray_wire.prepare import PreparedSnapshot
+from hurray_wire.sections import BufferHandle
 from hurray_wire.validate import BlockStructure, Counts, check_parameters, check_pool, read_structure
 from hurray_wire.view import Shown, View
 
@@ -511,7 +512,7 @@ def summarise(plan: ImagePlan, structure: BlockStructure, live: npt.NDArray[np.u
     """The summary of a complete snapshot; descriptors as the memory it lies in really is."""
     dead = structure.num_pages * structure.page_size - int(live.sum(dtype=np.uint64))
     return TargetSummary(
-        descriptors=tuple(in_host_memory(descriptor) for descriptor in plan.descriptors),
+        descriptors=tuple(change_each(plan.descriptors, in_host_memory)),
         logical_page_count=structure.total_logical_pages,
         distinct_page_count=structure.num_pages,
         dead_slot_count=dead * len(plan.descriptors),
@@ -523,8 +524,5 @@ def summarise(plan: ImagePlan, structure: BlockStructure, live: npt.NDArray[np.u
 
 def in_host_memory(descriptor: Descriptor) -> Descriptor:
     """The descriptor with handles of page-aligned host memory."""
-    handles = tuple(
-        replace(handle, device_tag=DEVICE_CPU, memory_class=0, sync_mode=0, alignment=PAGE_BYTES)
-        for handle in descriptor.buffers
-    )
-    return replace(descriptor, buffers=handles)
+    handles = tuple([BufferHandle(handle.byte_size, PAGE_BYTES) for handle in descriptor.buffers])
+    return descriptor if handles == descriptor.buffers else replace(descriptor, buffers=handles)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from .alike import change_each
 from .descriptor import Descriptor
-from .memory import DEVICE_CPU, aligned_empty, to_host
+from .memory import DEVICE_CPU, to_host
 from .packing import E8M0_TAG, clear_bits
 from .pages import (
     Bytes,
@@ -59,12 +61,19 @@ class PreparedSnapshot:
         self._copied_count = 0
         self.structure = compaction.structure
         wire = self.tensors[0].descriptor.index_dtype
-        self.block_table: Bytes = _aligned(self.structure.block_table.astype(wire))
-        self.seq_ptr: Bytes = _aligned(self.structure.seq_ptr.astype(wire))
+        self.block_table: Bytes = self.structure.block_table.astype(wire).view(np.uint8)
+        self.seq_ptr: Bytes = self.structure.seq_ptr.astype(wire).view(np.uint8)
         self._all_live = bool((compaction.live == self.structure.page_size).all())
-        # Differences of prefix sums say in constant time whether a run has a gap or a dead slot.
-        self._gaps = _prefix_sums(np.diff(compaction.pages) != 1)
-        self._partial = _prefix_sums(compaction.live != self.structure.page_size)
+
+    # Differences of prefix sums say in constant time whether a run has a gap or a dead slot.
+
+    @cached_property
+    def _gaps(self) -> npt.NDArray[np.uint32]:
+        return _prefix_sums(np.diff(self.compaction.pages) != 1)
+
+    @cached_property
+    def _partial(self) -> npt.NDArray[np.uint32]:
+        return _prefix_sums(self.compaction.live != self.structure.page_size)
 
     @property
     def num_pages(self) -> int:
@@ -203,10 +212,14 @@ def prepare(
     Raises InvalidContents (V11, V12) naming the entry.
     """
     compaction = compact(snapshot.structure)
-    descriptors = [
-        compact_descriptor(tensor.descriptor, compaction, device_tag=device_tag, memory_class=memory_class)
-        for tensor in snapshot.tensors
-    ]
+    descriptors = list(
+        change_each(
+            (tensor.descriptor for tensor in snapshot.tensors),
+            lambda descriptor: compact_descriptor(
+                descriptor, compaction, device_tag=device_tag, memory_class=memory_class
+            ),
+        )
+    )
     prepared = PreparedSnapshot(snapshot, compaction, descriptors)
     if contents_final:
         prepared.copy_small(len(descriptors))
@@ -220,12 +233,6 @@ def _packed_pool(tensor: KVTensor, descriptor: Descriptor, compaction: Compactio
     clear_dead(descriptor, packed, compaction.live)
     check_pool(descriptor, packed, compaction.live)
     return packed
-
-
-def _aligned(array: npt.NDArray[Any]) -> Bytes:
-    copy = aligned_empty(array.nbytes)
-    copy[:] = array.view(np.uint8)
-    return copy
 
 
 def _prefix_sums(flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint32]:

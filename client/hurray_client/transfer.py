@@ -28,6 +28,7 @@ from hurray_client.progress import Counted, OnProgress, Reporter
 from hurray_client.receipt import Receipt
 from hurray_client.stream import NOTHING_READY, ReadyTensors
 from hurray_wire import session as s
+from hurray_wire.alike import encode_each
 from hurray_wire.checksum import Hash
 from hurray_wire.dataplane import DataPlane
 from hurray_wire.destination import Destination
@@ -153,7 +154,7 @@ class PutOrder:
             lease=optional_duration(self.lease_s, "lease_s"),
             overwrite=self.overwrite,
             incarnation=incarnation,
-            tensors=[pb.TensorOffer(descriptor=descriptor.encode()) for descriptor in plan.descriptors],
+            tensors=[pb.TensorOffer(descriptor=encoded) for encoded in encode_each(plan.descriptors)],
             token_counts=self.prepared.structure.token_counts.tolist(),
             transports=transports,
             checksum=cast("pb.Checksum", self.hash.number),

@@ -135,14 +135,12 @@ class TransferOutput(_message.Message):
     def __init__(self, transfer: _Optional[int] = ..., source: _Optional[_Union[_transfer_pb2.SourceMessage, _Mapping]] = ..., target: _Optional[_Union[_transfer_pb2.TargetMessage, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., ended: _Optional[_Union[TransferEnded, _Mapping]] = ...) -> None: ...
 
 class Prepared(_message.Message):
-    __slots__ = ("receipt", "tensors", "viewable")
+    __slots__ = ("receipt", "viewable")
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
-    TENSORS_FIELD_NUMBER: _ClassVar[int]
     VIEWABLE_FIELD_NUMBER: _ClassVar[int]
     receipt: _transfer_pb2.Receipt
-    tensors: _containers.RepeatedCompositeFieldContainer[_transfer_pb2.TensorOffer]
     viewable: bool
-    def __init__(self, receipt: _Optional[_Union[_transfer_pb2.Receipt, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[_transfer_pb2.TensorOffer, _Mapping]]] = ..., viewable: _Optional[bool] = ...) -> None: ...
+    def __init__(self, receipt: _Optional[_Union[_transfer_pb2.Receipt, _Mapping]] = ..., viewable: _Optional[bool] = ...) -> None: ...
 
 class TransferEnded(_message.Message):
     __slots__ = ("error",)

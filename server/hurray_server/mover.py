@@ -328,16 +328,10 @@ class Mover:
 
     def _prepared(self, transfer: int, running: _Running, output: PrepareCommit) -> mpb.Prepared:
         summary = output.summary
-        tensors = []
-        for offered, descriptor in zip(running.offer.tensors, summary.descriptors, strict=True):
-            tensor = pb.TensorOffer(descriptor=descriptor.encode())
-            if offered.HasField("kv_scale"):
-                tensor.kv_scale = offered.kv_scale
-            tensors.append(tensor)
         return mpb.Prepared(
             receipt=pb.Receipt(
                 wire_bytes=summary.wire_bytes,
-                tensor_count=len(tensors),
+                tensor_count=len(running.offer.tensors),
                 logical_page_count=summary.logical_page_count,
                 distinct_page_count=summary.distinct_page_count,
                 dead_slot_count=summary.dead_slot_count,
@@ -347,7 +341,6 @@ class Mover:
                 transport=running.transport,
                 stages=[pb.StageTime(stage=stage, duration=to_duration(seconds)) for stage, seconds in output.stages],
             ),
-            tensors=tensors,
             viewable=self._arena.can_show(transfer) and all(map(is_viewable, summary.descriptors)),
         )
 

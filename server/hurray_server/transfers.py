@@ -18,9 +18,11 @@ from hurray_server.quotas import Charge
 from hurray_server.requests import Running
 from hurray_server.sessions import Session
 from hurray_server.store import Claim, Contents, Pin, Snapshot
+from hurray_wire.alike import change_each, encode_each
 from hurray_wire.errors import DataPlaneUnavailable, HurrayError, PeerUnavailable, ProtocolViolation
 from hurray_wire.limits import chunk_bytes_for, window_for
 from hurray_wire.messages import OfferedSnapshot
+from hurray_wire.payload import in_host_memory
 from hurray_wire.status import from_status, to_status
 from hurray_wire.v1 import mover_pb2 as mpb
 from hurray_wire.v1 import transfer_pb2 as pb
@@ -159,6 +161,7 @@ class PutTransfer(Transfer[pb.TargetMessage]):
                 tenant=node.tenant_number(self._owner),
             )
         )
+        self._held = _as_held(offer, offered)  # while the mover works
 
     def on_output(self, output: mpb.TransferOutput) -> None:
         """See Outputs."""
@@ -186,7 +189,7 @@ class PutTransfer(Transfer[pb.TargetMessage]):
             Contents(
                 memory=self.number,
                 held_bytes=self._offered.plan.image_bytes,
-                tensors=tuple(prepared.tensors),
+                tensors=self._held,
                 token_counts=self._offered.token_counts.tobytes(),
                 total_tokens=descriptor.total_tokens,
                 num_seqs=descriptor.num_seqs,
@@ -302,6 +305,19 @@ class GetTransfer(Transfer[pb.SourceMessage]):
         else:
             store.unpin(self._pin)
         self._log = self._log.bind(generation=snapshot.generation, consumed=self._pin.consume)
+
+
+def _as_held(offer: pb.Offer, offered: OfferedSnapshot) -> tuple[pb.TensorOffer, ...]:
+    """The tensors with device, class and alignment of the mover's memory."""
+    held = []
+    for tensor, encoded in zip(
+        offer.tensors, encode_each(change_each(offered.descriptors, in_host_memory)), strict=True
+    ):
+        copy = pb.TensorOffer(descriptor=encoded)
+        if tensor.HasField("kv_scale"):
+            copy.kv_scale = tensor.kv_scale
+        held.append(copy)
+    return tuple(held)
 
 
 def without_names(offer: pb.Offer) -> pb.Offer:

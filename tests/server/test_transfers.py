@@ -71,7 +71,7 @@ class Setup:
 
     def prepared(self) -> None:
         receipt = pb.Receipt(wire_bytes=9, stages=[pb.StageTime(stage="pages", duration=to_duration(0.5))])
-        self.report(prepared=mpb.Prepared(receipt=receipt, tensors=self.offer.tensors, viewable=True))
+        self.report(prepared=mpb.Prepared(receipt=receipt, viewable=True))
 
     def messages(self) -> list[pb.TargetMessage | None]:
         found = []

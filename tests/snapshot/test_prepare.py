@@ -254,7 +254,7 @@ def test_an_e8m0_value_that_is_none_is_refused_when_it_would_be_sent() -> None:
         assert refused.value.rule == "V14"
 
 
-def test_staged_buffers_are_page_aligned_and_index_types_are_kept() -> None:
+def test_parameters_are_page_aligned_and_index_types_are_kept() -> None:
     wide = np.array([0, 3, 0], np.uint64)
     snapshot = KVSnapshot.from_paged(
         {(0, "fused"): np.zeros((8, *PAGE), np.int8)},
@@ -267,7 +267,7 @@ def test_staged_buffers_are_page_aligned_and_index_types_are_kept() -> None:
 
     assert prepared.block_table.view("<u8").tolist() == [0, 1, 0]
     assert prepared.seq_ptr.view("<u8").tolist() == [0, 2, 3]
-    assert all(is_page_aligned(prepared.buffer(0, number)) for number in (1, 2, 3))
+    assert is_page_aligned(prepared.buffer(0, 3))
     assert prepared.nbytes == 2 * 64 + 2 * 16 + 24 + 24
 
 
