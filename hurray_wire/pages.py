@@ -7,7 +7,7 @@ sequence that names its page reaches it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -32,6 +32,11 @@ PageIds = npt.NDArray[np.uint64]
 _DIRECT_PAGES: Final = 1 << 22
 
 _MAX_LIVE_PAGES: Final = 1 << 28
+
+# Pages up to this size are scrubbed many at a time, if there are as many at least.
+_SMALL_PAGE_BYTES: Final = 1024
+_SMALL_PAGES: Final = 64
+_ROWS_AT_A_TIME: Final = 8192
 
 
 def _trailing(structure: BlockStructure) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
@@ -234,8 +239,14 @@ def dead_ranges(live: Live, page_size: int) -> npt.NDArray[np.int64]:
 
 def clear_dead(descriptor: Descriptor, page_pool: Any, live: Live, first_page: int = 0) -> None:
     """`scrub` without the count, for a source's own staging: several times faster."""
-    pool, ranges, slot_bits, clear = _dead_bits(descriptor, page_pool, live, first_page)
-    for first, end in ranges:
+    pool, part, slot_bits, clear = _dead_bits(descriptor, page_pool, live, first_page)
+    rows = _small_pages(descriptor, pool, slot_bits)
+    if rows is not None:
+        for pages, words, dead in _partial_rows(rows, part):
+            words[dead] = _word(clear, words)
+            rows[pages] = words
+        return
+    for first, end in dead_ranges(part, descriptor.page_size).tolist():
         if slot_bits % 8 == 0:
             pool[first * slot_bits // 8 : end * slot_bits // 8] = clear
         else:
@@ -251,9 +262,18 @@ def scrub(descriptor: Descriptor, page_pool: Any, live: Live, first_page: int = 
 
     Returns the number of dead slots that were not clear.
     """
-    pool, ranges, slot_bits, clear = _dead_bits(descriptor, page_pool, live, first_page)
+    pool, part, slot_bits, clear = _dead_bits(descriptor, page_pool, live, first_page)
     dirty = 0
-    for first, end in ranges:
+    rows = _small_pages(descriptor, pool, slot_bits)
+    if rows is not None:
+        for pages, words, dead in _partial_rows(rows, part):
+            found = int(np.count_nonzero((words != _word(clear, words)).any(axis=2) & dead))
+            if found:
+                words[dead] = _word(clear, words)
+                rows[pages] = words
+            dirty += found
+        return dirty
+    for first, end in dead_ranges(part, descriptor.page_size).tolist():
         if slot_bits % 8 == 0:
             dirty += _clear_bytes(pool[first * slot_bits // 8 : end * slot_bits // 8], end - first, clear)
         else:
@@ -261,18 +281,50 @@ def scrub(descriptor: Descriptor, page_pool: Any, live: Live, first_page: int = 
     return dirty
 
 
-def _dead_bits(
-    descriptor: Descriptor, page_pool: Any, live: Live, first_page: int
-) -> tuple[Any, list[tuple[int, int]], int, int]:
-    """The pool as one axis, its ranges of dead slots, the bits of a slot, and the byte of a cleared element."""
+def _dead_bits(descriptor: Descriptor, page_pool: Any, live: Live, first_page: int) -> tuple[Any, Live, int, int]:
+    """The pool as one axis, live slots of its pages, the bits of a slot, and the byte of a cleared element."""
     assert page_pool.flags.c_contiguous, "a copy would be scrubbed, not the pool"
     pool = page_pool.reshape(-1)
-    slot_bits = descriptor.num_heads * descriptor.head_dim * descriptor.element_type.bits
+    element_type, page_bytes = descriptor.element_type, descriptor.page_bytes
+    slot_bits = descriptor.num_heads * descriptor.head_dim * element_type.bits
     if pool.size == 0 or slot_bits == 0:
-        return pool, [], 8, 0
-    count = live.size if descriptor.page_bytes is None else pool.size // descriptor.page_bytes
-    ranges = dead_ranges(live[first_page : first_page + count], descriptor.page_size).tolist()
-    return pool, ranges, slot_bits, E8M0_NEUTRAL if descriptor.element_type.tag == E8M0_TAG else 0
+        return pool, live[:0], 8, 0
+    count = live.size if page_bytes is None else pool.size // page_bytes
+    clear = E8M0_NEUTRAL if element_type.tag == E8M0_TAG else 0
+    return pool, live[first_page : first_page + count], slot_bits, clear
+
+
+def _small_pages(descriptor: Descriptor, pool: Any, slot_bits: int) -> npt.NDArray[Any] | None:
+    """A host pool of small pages as words [pages, page_size, words of a slot]: many pages at a time are cheaper than
+    the dead slots of each on their own. None where they are not."""
+    slot_bytes, page_bytes = slot_bits // 8, descriptor.page_bytes
+    if (
+        page_bytes is None
+        or slot_bits % 8
+        or not 0 < page_bytes <= _SMALL_PAGE_BYTES
+        or pool.size < _SMALL_PAGES * page_bytes
+        or not isinstance(pool, np.ndarray)
+    ):
+        return None
+    width = next(width for width in (8, 4, 2, 1) if slot_bytes % width == 0)
+    return pool.view(f"u{width}").reshape(-1, descriptor.page_size, slot_bytes // width)
+
+
+def _partial_rows(
+    rows: npt.NDArray[Any], live: Live
+) -> Iterator[tuple[npt.NDArray[np.intp], npt.NDArray[Any], npt.NDArray[np.bool_]]]:
+    """Pages with a dead slot: which, a copy of their words, and which of their slots are dead."""
+    page_size = rows.shape[1]
+    slots = np.arange(page_size, dtype=np.uint32)
+    partial = np.flatnonzero(live < page_size)
+    for start in range(0, partial.size, _ROWS_AT_A_TIME):
+        pages = partial[start : start + _ROWS_AT_A_TIME]
+        yield pages, rows[pages], slots >= live[pages, None]
+
+
+def _word(byte: int, words: npt.NDArray[Any]) -> Any:
+    """A word of equal bytes."""
+    return words.dtype.type(int.from_bytes(bytes([byte]) * words.itemsize, "little"))
 
 
 def _clear_bytes(region: Any, slots: int, clear: int) -> int:

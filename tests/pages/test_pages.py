@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -296,6 +297,20 @@ def test_scrub_of_a_run_of_pages_touches_that_run_alone(tensor: Tensor, data: st
     untouched = tensor.buffers[0].reshape(pool.shape)
     assert np.array_equal(pool[:first], untouched[:first])
     assert np.array_equal(pool[end:], untouched[end:])
+
+
+@given(tensors(whole_bytes=True))
+def test_many_small_pages_at_a_time_come_to_the_same(tensor: Tensor) -> None:
+    live, pools = live_slots(tensor.structure), [tensor.buffers[0].copy() for _ in range(4)]
+
+    one_by_one = scrub(tensor.descriptor, pools[0], live)
+    clear_dead(tensor.descriptor, pools[1], live)
+    with patch("hurray_wire.pages._SMALL_PAGES", 0), patch("hurray_wire.pages._ROWS_AT_A_TIME", 3):
+        at_a_time = scrub(tensor.descriptor, pools[2], live)
+        clear_dead(tensor.descriptor, pools[3], live)
+
+    assert at_a_time == one_by_one
+    assert all(np.array_equal(pool, pools[0]) for pool in pools)
 
 
 def test_one_dirty_slot_of_many_dead_ones_is_counted_once() -> None:
