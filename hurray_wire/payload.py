@@ -24,7 +24,7 @@ from hurray_wire.pages import check_compact, live_slots, scrub, scrub_parameters
 from hurray_wire.policy import STRICT, Policy
 from hurray_wire.prepare import PreparedSnapshot
 from hurray_wire.sections import BufferHandle
-from hurray_wire.validate import BlockStructure, Counts, check_parameters, check_pool, read_structure
+from hurray_wire.validate import BlockStructure, Counts, check_parameters, check_pool, read_structure, takes_any_bytes
 from hurray_wire.view import Shown, View
 
 Bytes = npt.NDArray[np.uint8]
@@ -194,6 +194,7 @@ class ImageTarget:
         self._memory = memory
         self._policy = policy
         self._live: npt.NDArray[np.uint32] | None = None
+        self._has_dead = True
         self._dirty = 0
 
     def reserve(self) -> None:
@@ -212,7 +213,7 @@ class ImageTarget:
         for segment in chunk.segments:
             memory[end : segment.chunk_offset] = 0
             end = segment.chunk_offset + segment.nbytes
-            if segment.tensor != INDEX and segment.buffer == 0:
+            if self._has_dead and segment.tensor != INDEX and segment.buffer == 0:
                 self._dirty += scrub_segment(self.plan, segment, memory[segment.chunk_offset : end], self.live)
 
     @property
@@ -239,6 +240,7 @@ class ImageTarget:
         )
         check_compact(self.structure)
         self._live = live_slots(self.structure)
+        self._has_dead = bool((self._live < self.structure.page_size).any())
 
     def check_contents(self) -> None:
         """See TargetPayload."""
@@ -496,12 +498,15 @@ def scrub_segment(plan: ImagePlan, segment: Segment, memory: Bytes, live: npt.ND
 def finish_contents(plan: ImagePlan, buffers: Callable[[int], list[Bytes]], live: npt.NDArray[np.uint32]) -> int:
     """Validate all parameters and pools, then clear what is not clear; how many dirty dead slots that found."""
     dirty = 0
-    for tensor, descriptor in enumerate(plan.descriptors):
-        parts = buffers(tensor)
+    checked = [
+        (descriptor, buffers(tensor))
+        for tensor, descriptor in enumerate(plan.descriptors)
+        if not takes_any_bytes(descriptor)
+    ]
+    for descriptor, parts in checked:
         check_parameters(descriptor, parts, live)
         check_pool(descriptor, parts[0], live)
-    for tensor, descriptor in enumerate(plan.descriptors):
-        parts = buffers(tensor)
+    for descriptor, parts in checked:
         if descriptor.page_bytes is None:
             dirty += scrub(descriptor, parts[0], live)
         dirty += scrub_parameters(descriptor, parts, live)

@@ -31,7 +31,7 @@ from .pages import (
     scrub_parameters,
 )
 from .snapshot import KVSnapshot, KVTensor
-from .validate import check_parameters, check_pool
+from .validate import check_parameters, check_pool, takes_any_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,6 +64,9 @@ class PreparedSnapshot:
         self.block_table: Bytes = self.structure.block_table.astype(wire).view(np.uint8)
         self.seq_ptr: Bytes = self.structure.seq_ptr.astype(wire).view(np.uint8)
         self._all_live = bool((compaction.live == self.structure.page_size).all())
+        self._page_ids = compaction.pages.astype(np.intp)
+        self._page_bytes = [tensor.descriptor.page_bytes for tensor in self.tensors]
+        self._is_checked = [not takes_any_bytes(tensor.descriptor) for tensor in self.tensors]
 
     # Differences of prefix sums say in constant time whether a run has a gap or a dead slot.
 
@@ -120,13 +123,16 @@ class PreparedSnapshot:
         Not for pools whose pages are no whole bytes:
         see `read`. Raises InvalidContents (V14) for a live element that has no value.
         """
-        descriptor = self.tensors[tensor_index].descriptor
-        page_bytes = descriptor.page_bytes
+        page_bytes = self._page_bytes[tensor_index]
         assert page_bytes is not None, "pages of this tensor are no whole bytes"
         assert 0 <= first_page <= first_page + page_count <= self.num_pages
         rows = out.reshape(page_count, page_bytes)
-        gather(self._pool(tensor_index), self.compaction.pages[first_page : first_page + page_count], rows)
-        self._finish(descriptor, rows, first_page)
+        gather(self._pool(tensor_index), self._page_ids[first_page : first_page + page_count], rows)
+        descriptor = self.tensors[tensor_index].descriptor
+        if not self._all_live:
+            clear_dead(descriptor, rows, self.compaction.live, first_page)
+        if self._is_checked[tensor_index]:
+            check_pool(descriptor, rows, self.compaction.live, first_page)
 
     def read(self, tensor_index: int, offset: int, out: Any) -> None:
         """Write bytes [offset, offset + len(out)) of a tensor's compact page pool to `out` (uint8), dead slots cleared.
@@ -137,11 +143,11 @@ class PreparedSnapshot:
         tensor = self.tensors[tensor_index]
         target = out.reshape(-1)
         end = offset + target.size
-        assert 0 <= offset <= end <= tensor.descriptor.page_pool_bytes
+        assert 0 <= offset <= end <= tensor.descriptor.buffers[0].byte_size
         if tensor.packed_pool is not None:
             target[:] = tensor.packed_pool[offset:end]
             return
-        page_bytes = tensor.descriptor.page_bytes
+        page_bytes = self._page_bytes[tensor_index]
         while offset < end:
             assert page_bytes
             page, skipped = divmod(offset, page_bytes)
@@ -178,11 +184,6 @@ class PreparedSnapshot:
 
     def _pool(self, tensor_index: int) -> Any:
         return self.snapshot.tensors[tensor_index].page_pool
-
-    def _finish(self, descriptor: Descriptor, rows: Any, first_page: int) -> None:
-        if not self._all_live:
-            clear_dead(descriptor, rows, self.compaction.live, first_page)
-        check_pool(descriptor, rows, self.compaction.live, first_page)
 
     def _fill_part(self, tensor_index: int, page: int, skipped: int, target: Bytes) -> None:
         """Bytes of one page from `skipped` on, without gathering all of it where it is one piece."""

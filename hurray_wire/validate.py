@@ -326,6 +326,15 @@ def _slot_note(descriptor: Descriptor, entries: int, index: int, live: npt.NDArr
     return f", page {page} slot {slot}" + (" (live)" if slot < int(live[page]) else " (dead)")
 
 
+def takes_any_bytes(descriptor: Descriptor) -> bool:
+    """Whether no contents of pool and parameters can break a rule (V11-V14), so that there is nothing to check."""
+    return (
+        descriptor.quantization is None
+        and descriptor.page_bytes is not None
+        and descriptor.element_type.tag != E8M0_TAG
+    )
+
+
 def check_pool(
     descriptor: Descriptor, page_pool: npt.NDArray[np.uint8], live: npt.NDArray[np.uint32], first_page: int = 0
 ) -> None:
