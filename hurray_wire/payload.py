@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -134,6 +135,28 @@ class SnapshotSource:
         else:
             whole = self._prepared.buffer(max(segment.tensor, 0), segment.buffer)
             out[...] = whole[segment.buffer_offset : segment.buffer_offset + segment.nbytes]
+
+
+class StagedSource:
+    """Source payload of a small snapshot that is staged as a whole, at once: `chunks` are its bytes."""
+
+    def __init__(self, payload: SourcePayload) -> None:
+        self.plan = payload.plan
+        self.chunks = [payload.stage(chunk, partial(_bytes, chunk.nbytes)) for chunk in self.plan.chunks]
+
+    def stage(self, chunk: Chunk, take_staging: Callable[[], Bytes]) -> Any:  # noqa: ARG002 -- SourcePayload's
+        """See SourcePayload."""
+        return self.chunks[chunk.index]
+
+    def settling(self) -> None:
+        """Nothing to do: the memory is nobody else's."""
+
+    def release(self, *, keep: bool) -> None:
+        """Nothing to do: it is freed with its last reference."""
+
+
+def _bytes(nbytes: int) -> Bytes:
+    return np.empty(nbytes, dtype=np.uint8)
 
 
 class ImageSource:

@@ -19,6 +19,7 @@ from hurray_client.channel import Channels
 from hurray_client.config import ClientConfig
 from hurray_client.info import NodeInfo
 from hurray_client.plane import LocalDataPlane
+from hurray_client.streams import Streams
 from hurray_wire.dataplane import DataPlane
 from hurray_wire.errors import (
     Cancelled,
@@ -44,9 +45,6 @@ from hurray_wire.v1 import transfer_pb2 as pb
 from hurray_wire.v1.transfer_pb2_grpc import TransferServiceStub
 
 _log = get_logger("hurray.client")
-
-GRACE_S: Final = 5.0
-"""How much longer than the budget a call may take on the wire: the stage that ran late is known to us, not to gRPC."""
 
 BYE_S: Final = 2.0
 """How long an orderly close may take."""
@@ -272,6 +270,7 @@ class Node:
         self.plane: Final = plane
         self.alarms: Final = Alarms()
         self.channels: Final = Channels(target, config)
+        self.streams: Final = Streams(self.channels, self.alarms)
         self._changed = threading.Condition()
         self._session: Session | None = None
         self._version_checked = False
@@ -348,6 +347,7 @@ class Node:
         with self._changed:
             self._closed = True
             session, self._session = self._session, None
+        self.streams.close()
         if session is not None:
             session.end()
         self.alarms.close()

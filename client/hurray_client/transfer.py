@@ -1,45 +1,30 @@
-"""Put and get: one gRPC stream and one session machine each, brought together.
-
-A thread per transfer reads the stream and hands what the node says to the data plane; the data-plane thread hands what
-the machine says to the stream. The machine decides. A transfer is over when both the machine has ended, so that no
-memory is in use any more, and the stream has. The caller's thread only waits for that: an interrupt (Ctrl-C) in the
-middle of gRPC leaves a stream that can neither be read nor cancelled.
-"""
+"""Put and get: what is asked of the node, what the two session machines are given, and what comes of it."""
 
 from __future__ import annotations
 
 import math
-import threading
-import uuid
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from queue import Empty, SimpleQueue
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import grpc
 import numpy as np
-import structlog
 from google.protobuf.duration_pb2 import Duration
 
-from hurray_client.call import Alarm, Call
-from hurray_client.node import GRACE_S, Node, Session, TryAgain, has_details, is_passing, rpc_error
+from hurray_client.call import Call
+from hurray_client.exchange import DRAIN, Exchange
+from hurray_client.node import Node, Session, TryAgain, has_details, is_passing, rpc_error
 from hurray_client.progress import Counted, OnProgress, Reporter
 from hurray_client.receipt import Receipt
 from hurray_client.stream import NOTHING_READY, ReadyTensors
 from hurray_wire import session as s
 from hurray_wire.alike import encode_each
-from hurray_wire.checksum import Hash
-from hurray_wire.dataplane import DataPlane
+from hurray_wire.checksum import NONE, Hash
 from hurray_wire.destination import Destination
 from hurray_wire.errors import (
-    Cancelled,
     CapabilityMismatch,
-    DataPlaneUnavailable,
     HurrayError,
-    InternalError,
     InvalidRequest,
-    Misuse,
     ProtocolViolation,
 )
 from hurray_wire.image import ImagePlan, plan_image
@@ -58,7 +43,7 @@ from hurray_wire.messages import (
     to_source_message,
     to_target_message,
 )
-from hurray_wire.orders import Ended, Listener, Output, PrepareCommit, SourceOrder, TargetOrder
+from hurray_wire.orders import Ended, Output, PrepareCommit, SourceOrder, TargetOrder
 from hurray_wire.pages import runs
 from hurray_wire.payload import (
     ImageTarget,
@@ -66,6 +51,7 @@ from hurray_wire.payload import (
     ScatterTarget,
     SnapshotSource,
     SourcePayload,
+    StagedSource,
     TargetPayload,
     ViewTarget,
 )
@@ -75,18 +61,8 @@ from hurray_wire.status import from_status, to_status
 from hurray_wire.transport.settings import SHOWING
 from hurray_wire.v1 import transfer_pb2 as pb
 
-_log = structlog.get_logger("hurray.client")
-
-SETTLE_S: Final = 2.0
-"""How long the node may take to end the stream of a transfer that has ended here, draining included."""
-
-SETTLE_LEAST_S: Final = 0.2
-
-STOP_S: Final = 10.0
-"""How long a data plane that stops may take to end a transfer, twice its drains and more."""
-
-_DRAIN: Final = s.SourcePhase.SETTLING.value
-"""Stage of a failed transfer whose memory is not free yet; the same at source and target."""
+EAGER_BYTES: Final = 64 << 10
+"""A snapshot up to this size is staged before it is offered, and its checksums go with the offer."""
 
 
 class ReceivedSnapshot(KVSnapshot):
@@ -195,211 +171,6 @@ class GetOrder:
         )
 
 
-class _Exchange:
-    """One stream and one machine: messages go out through `tell`, the machine's end comes back through `listener`."""
-
-    def __init__(self, node: Node, session: Session, refusal: Callable[[HurrayError], s.Event]) -> None:
-        """`refusal`: what it means to the machine that the node itself ended the stream with this error."""
-        self.node = node
-        self._refusal = refusal
-        self.plane: DataPlane = session.plane
-        self.number = session.plane.new_transfer()
-        self.accepted = False
-        self._ended: Ended | None = None
-        self._stream: Any = None
-        self._stream_over = False
-        self._cut = False
-        self._outbound: SimpleQueue[Any] = SimpleQueue()
-        self._takers: SimpleQueue[Callable[[Any], None]] = SimpleQueue()
-        self._heard: SimpleQueue[Any] = SimpleQueue()
-        self._bell: SimpleQueue[None] = SimpleQueue()
-        self._settle_alarm: Alarm | None = None
-
-    def tell(self, message: Any) -> None:
-        """Send a message to the node."""
-        self._outbound.put(message)
-
-    def finish(self, settle_s: float = SETTLE_S) -> None:
-        """Nothing more will be told: the node has this long to end the stream."""
-        self._outbound.put(None)
-        self._settle_alarm = self.node.alarms.after(settle_s, self.cut)
-
-    def cut(self) -> None:
-        """End the stream now."""
-        self._cut = True
-        stream = self._stream
-        if stream is not None:
-            stream.cancel()
-
-    def listener(self, encode: Callable[[Output], Any]) -> Listener:
-        """Where the machine's outputs go: to the node, as `encode` says them (None: not at all)."""
-
-        def listen(output: Output) -> None:
-            if isinstance(output, Ended):
-                drain_s = sum(seconds for stage, seconds in output.stages if stage == _DRAIN)
-                self.finish(max(SETTLE_LEAST_S, SETTLE_S - drain_s))
-                self._ended = output
-                self._bell.put(None)
-                return
-            message = encode(output)
-            if message is not None:
-                self._outbound.put(message)
-
-        return listen
-
-    def post(self, event: s.Event) -> None:
-        """Feed the machine."""
-        self.plane.post(self.number, event)
-
-    def cancel(self) -> None:
-        """The caller gives up."""
-        self.post(s.Failed(Cancelled("the call was cancelled")))
-
-    def open(self, method: str, budget_s: float, take: Callable[[Any], None] | None = None) -> None:
-        """Open the stream of a method. Its deadline is later than the machine's, which knows the stage. What the node
-        says goes to `take`, in the stream's thread; without it, the first message goes to `first` and the others wait
-        for `follow`.
-        """
-        threading.Thread(
-            target=self._read, args=(method, budget_s, take), name=f"hurray-stream-{self.number}", daemon=True
-        ).start()
-
-    def first(self, call: Call, stage: str) -> Any:
-        """The first message; None for a stream that ended without one. Until it comes there is no machine that keeps
-        the time. Afterwards one of `follow`, `refuse`, `drop` and `abandon` is due.
-
-        Raises RpcError, and the errors of the call.
-        """
-        try:
-            with call.on_cancel(lambda: self._heard.put(None)):
-                heard = None
-                while heard is None:
-                    with suppress(Empty):
-                        heard = self._heard.get(timeout=call.left_s(stage))
-        except BaseException:
-            self.abandon()
-            raise
-        if isinstance(heard, Exception):
-            self.tell(None)
-            raise heard
-        return None if heard is _END else heard
-
-    def follow(self, take: Callable[[Any], None]) -> None:
-        """Hand all that comes after the first message to `take`."""
-        self._takers.put(take)
-
-    def run(self, call: Call, start: Callable[[], None]) -> Ended:
-        """Once the machine has begun: `start` the stream, or what follows of it; when both have ended, how the machine
-        did."""
-        try:
-            with call.on_cancel(self.cancel):
-                try:
-                    start()
-                    return self._wait(for_stream=True)
-                except HurrayError:
-                    raise
-                except BaseException:
-                    # The caller's thread is interrupted: memory may be in use until the machine has ended.
-                    self.cancel()
-                    self._wait(for_stream=False)
-                    raise
-        finally:
-            if self._stream_over and self._settle_alarm is not None:
-                self._settle_alarm.cancel()
-
-    def refuse(self, message: Any) -> None:
-        """Before the machine has begun: tell the node why not, and wait until the node is done with it."""
-        self.tell(message)
-        self.drop()
-
-    def drop(self) -> None:
-        """Before the machine has begun: wait until the node is done with the transfer."""
-        self.finish()
-        self.follow(_ignore)
-        while not self._stream_over:
-            self._bell.get()
-        assert self._settle_alarm is not None
-        self._settle_alarm.cancel()
-
-    def abandon(self) -> None:
-        """Before the machine has begun: cut the stream, and wait for nothing."""
-        self.follow(_ignore)
-        self.finish(0.0)
-
-    def _read(self, method: str, budget_s: float, take: Callable[[Any], None] | None) -> None:
-        """The stream's thread."""
-        with self.node.channels.use() as stub:
-            self._read_stream(getattr(stub, method), budget_s, take)
-
-    def _read_stream(self, method: Any, budget_s: float, take: Callable[[Any], None] | None) -> None:
-        failure: Exception | None = None
-        try:
-            self._stream = method(iter(self._outbound.get, None), timeout=budget_s + GRACE_S)
-            if self._cut:
-                self._stream.cancel()
-            for message in self._stream:
-                if take is None:
-                    self._heard.put(message)
-                    take = self._takers.get()
-                else:
-                    self._hand_over(message, take)
-        except grpc.RpcError as error:
-            failure = error
-            self._end_of_stream(error)
-        except Exception as error:
-            failure = self._fault(error)
-        self.post(s.StreamLost())
-        self._stream = None  # its destructor is no place for an interrupt either
-        self._stream_over = True
-        self._heard.put(failure or _END)
-        self._bell.put(None)
-
-    def _hand_over(self, message: Any, take: Callable[[Any], None]) -> None:
-        try:
-            take(message)
-        except HurrayError as error:
-            self.post(s.Failed(error))
-
-    def _fault(self, error: Exception) -> HurrayError:
-        """What neither the node nor gRPC's status explains: the channel was closed meanwhile, or a fault of ours."""
-        if self.node.closed:
-            failure: HurrayError = Misuse("the client is closed")
-        else:
-            log_id = uuid.uuid4().hex[:12]
-            _log.error("internal error", log_id=log_id, node=self.node.target, exc_info=error)
-            failure = InternalError("a fault of this program; its log has the cause", log_id=log_id)
-        self.post(s.Failed(failure))
-        return failure
-
-    def _end_of_stream(self, failure: grpc.RpcError) -> None:
-        """Tell the machine what the status says: without details of the node it is no more than a broken stream, unless
-        gRPC itself refused something."""
-        error = rpc_error(failure, stage="pages" if self.accepted else "offer", peer=self.node.target)
-        if has_details(failure):
-            self.post(self._refusal(error))
-        elif error.code not in ("CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE"):
-            self.post(s.Failed(error))
-
-    def _wait(self, *, for_stream: bool) -> Ended:
-        # Not a condition or a future: an interrupt inside those can leave their lock taken.
-        while self._ended is None or (for_stream and not self._stream_over):
-            try:
-                self._bell.get(timeout=1.0)
-            except Empty:
-                if self._ended is None and not self.plane.running:
-                    self.finish(0.0)
-                    raise DataPlaneUnavailable("the data plane of this process is gone", stage="drain") from None
-        return self._ended
-
-
-_END: Final = object()
-"""Heard at the end of a stream that ended well."""
-
-
-def _ignore(_message: Any) -> None:
-    """What comes when nobody asks any more."""
-
-
 def _choose_transport(session: Session, required: str | None) -> str:
     if required is None:
         return session.transports[0]
@@ -426,11 +197,19 @@ def put_once(node: Node, call: Call, order: PutOrder) -> Receipt:
     transport = _choose_transport(session, order.require_transport)
     descriptors = [tensor.descriptor for tensor in order.prepared.tensors]
     plan = plan_image(descriptors, chunk_bytes_for(transport, node.config.chunk_bytes), Limits())
-    exchange = _Exchange(node, session, s.PeerStopped)
+    offer = order.offer(plan, session.plane.incarnation, [transport])
     payload: SourcePayload = SnapshotSource(order.prepared, plan)
+    told = order.hash
+    if order.ready is None and plan.wire_bytes <= EAGER_BYTES:
+        payload = staged = StagedSource(payload)
+        if order.hash.verifies:
+            offer.checksums.extend(map(order.hash, staged.chunks))
+        told = NONE  # nothing more
     reporter = Reporter(call, order.on_progress, plan.wire_bytes) if order.on_progress is not None else None
     if reporter is not None:
         payload = cast("SourcePayload", Counted(payload, reporter))
+    budget_s = call.left_s("offer")
+    exchange = Exchange(node, session, "Put", s.PeerStopped)
 
     def take(response: pb.PutResponse) -> None:
         message = read_target_message(response.target)
@@ -451,16 +230,15 @@ def put_once(node: Node, call: Call, order: PutOrder) -> Receipt:
         return pb.PutRequest(source=to_source_message(output))
 
     with reporter or nullcontext():
-        offer = order.offer(plan, session.plane.incarnation, [transport])
-        budget_s = call.left_s("offer")
-        exchange.tell(pb.PutRequest(source=pb.SourceMessage(offer=offer)))
-        begin = SourceOrder(session.peer, payload, order.hash, budget_s, exchange.listener(encode))
+        exchange.follow(take)
+        exchange.tell(pb.PutRequest(source=pb.SourceMessage(offer=offer), budget=to_duration(budget_s)))
+        begin = SourceOrder(session.peer, payload, told, budget_s, exchange.listener(encode))
         if order.ready is None:
             exchange.plane.begin_source(exchange.number, begin)
         else:
             exchange.plane.begin_source(exchange.number, replace(begin, ready_tensors=NOTHING_READY))
             order.ready.follow(exchange.plane, exchange.number, plan)
-        ended = exchange.run(call, lambda: exchange.open("Put", budget_s, take))
+        ended = exchange.run(call)
         _raise_if_failed(exchange, ended)
     return Receipt.from_proto(ended.receipt)
 
@@ -469,11 +247,10 @@ def get_once(node: Node, call: Call, order: GetOrder) -> ReceivedSnapshot:
     """One attempt to get. Raises TryAgain where another may work."""
     session = node.session(call)
     transport = _choose_transport(session, order.require_transport)
-    exchange = _Exchange(node, session, s.Failed)
     budget_s = call.left_s("offer")
+    exchange = Exchange(node, session, "Get", s.Failed)
     opening = order.open(session.plane.incarnation, [transport])
-    exchange.tell(pb.GetRequest(open=opening))
-    exchange.open("Get", budget_s)
+    exchange.tell(pb.GetRequest(open=opening, budget=to_duration(budget_s)))
     offer = _await_offer(exchange, call, "wait" if order.wait_s else "offer")
     try:
         choose_transport([transport], offer.transports)
@@ -510,7 +287,8 @@ def get_once(node: Node, call: Call, order: GetOrder) -> ReceivedSnapshot:
             session.peer, transport, payload, offered.hash, budget_s, window, exchange.listener(encode)
         )
         exchange.plane.begin_target(exchange.number, target)
-        ended = exchange.run(call, lambda: exchange.follow(take))
+        exchange.follow(take)
+        ended = exchange.run(call)
         if ended.error is not None:
             landing.explain(ended.error)
         _raise_if_failed(exchange, ended)
@@ -518,10 +296,10 @@ def get_once(node: Node, call: Call, order: GetOrder) -> ReceivedSnapshot:
     return ReceivedSnapshot.of(landing.snapshot(), receipt)
 
 
-def _raise_if_failed(exchange: _Exchange, ended: Ended) -> None:
+def _raise_if_failed(exchange: Exchange, ended: Ended) -> None:
     error = ended.error
     if error is not None:
-        passed = [stage for stage, _ in ended.stages if stage != _DRAIN]
+        passed = [stage for stage, _ in ended.stages if stage != DRAIN]
         error.details.setdefault("stage", passed[-1] if passed else "offer")
         if error.code in ("CANCELLED", "UNAVAILABLE"):
             error.details.setdefault("peer", exchange.node.target)
@@ -530,14 +308,16 @@ def _raise_if_failed(exchange: _Exchange, ended: Ended) -> None:
         raise TryAgain(error) if is_passing(error) and again else error
 
 
-def _await_offer(exchange: _Exchange, call: Call, stage: str) -> pb.Offer:
+def _await_offer(exchange: Exchange, call: Call, stage: str) -> pb.Offer:
     """The first message of a get."""
     try:
         response: pb.GetResponse | None = exchange.first(call, stage)
     except grpc.RpcError as failure:
         if not has_details(failure):
             call.left_s(stage)
-        error = rpc_error(failure, stage=stage, peer=exchange.node.target)
+        refusal = rpc_error(failure, stage=stage, peer=exchange.node.target)
+        raise TryAgain(refusal) if is_passing(refusal) else refusal from None
+    except HurrayError as error:
         raise TryAgain(error) if is_passing(error) else error from None
     message = pb.SourceMessage() if response is None else response.source
     kind = message.WhichOneof("message")
@@ -545,8 +325,8 @@ def _await_offer(exchange: _Exchange, call: Call, stage: str) -> pb.Offer:
         return message.offer
     exchange.drop()
     if kind == "stop":
-        error = from_status(message.stop.error)
-        raise TryAgain(error) if is_passing(error) else error
+        stopped = from_status(message.stop.error)
+        raise TryAgain(stopped) if is_passing(stopped) else stopped
     raise ProtocolViolation("unexpected message", offered=kind or "nothing", required="offer", stage=stage)
 
 

@@ -113,12 +113,10 @@ class StreamLost(_message.Message):
     def __init__(self) -> None: ...
 
 class CommitResult(_message.Message):
-    __slots__ = ("error", "receipt")
+    __slots__ = ("error",)
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    RECEIPT_FIELD_NUMBER: _ClassVar[int]
     error: _status_pb2.Status
-    receipt: _transfer_pb2.Receipt
-    def __init__(self, error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., receipt: _Optional[_Union[_transfer_pb2.Receipt, _Mapping]] = ...) -> None: ...
+    def __init__(self, error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class TransferOutput(_message.Message):
     __slots__ = ("transfer", "source", "target", "prepared", "ended")

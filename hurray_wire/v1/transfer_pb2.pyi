@@ -135,30 +135,44 @@ class Bye(_message.Message):
     def __init__(self) -> None: ...
 
 class PutRequest(_message.Message):
-    __slots__ = ("source",)
+    __slots__ = ("source", "budget")
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
     source: SourceMessage
-    def __init__(self, source: _Optional[_Union[SourceMessage, _Mapping]] = ...) -> None: ...
+    budget: _duration_pb2.Duration
+    def __init__(self, source: _Optional[_Union[SourceMessage, _Mapping]] = ..., budget: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class PutResponse(_message.Message):
-    __slots__ = ("target",)
+    __slots__ = ("target", "outcome")
     TARGET_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
     target: TargetMessage
-    def __init__(self, target: _Optional[_Union[TargetMessage, _Mapping]] = ...) -> None: ...
+    outcome: Outcome
+    def __init__(self, target: _Optional[_Union[TargetMessage, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, _Mapping]] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("open", "target")
+    __slots__ = ("open", "target", "budget")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
     open: GetOpen
     target: TargetMessage
-    def __init__(self, open: _Optional[_Union[GetOpen, _Mapping]] = ..., target: _Optional[_Union[TargetMessage, _Mapping]] = ...) -> None: ...
+    budget: _duration_pb2.Duration
+    def __init__(self, open: _Optional[_Union[GetOpen, _Mapping]] = ..., target: _Optional[_Union[TargetMessage, _Mapping]] = ..., budget: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class GetResponse(_message.Message):
-    __slots__ = ("source",)
+    __slots__ = ("source", "outcome")
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
     source: SourceMessage
-    def __init__(self, source: _Optional[_Union[SourceMessage, _Mapping]] = ...) -> None: ...
+    outcome: Outcome
+    def __init__(self, source: _Optional[_Union[SourceMessage, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, _Mapping]] = ...) -> None: ...
+
+class Outcome(_message.Message):
+    __slots__ = ("error",)
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    error: _status_pb2.Status
+    def __init__(self, error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class SourceMessage(_message.Message):
     __slots__ = ("offer", "checksums", "stop")
@@ -201,7 +215,7 @@ class GetOpen(_message.Message):
     def __init__(self, key: _Optional[str] = ..., generation: _Optional[int] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., consume: _Optional[bool] = ..., incarnation: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ..., view: _Optional[bool] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("request_id", "key", "lease", "overwrite", "incarnation", "tensors", "token_counts", "transports", "checksum", "chunk_bytes", "annotations", "generation", "view")
+    __slots__ = ("request_id", "key", "lease", "overwrite", "incarnation", "tensors", "token_counts", "transports", "checksum", "chunk_bytes", "annotations", "generation", "view", "checksums")
     class AnnotationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -222,6 +236,7 @@ class Offer(_message.Message):
     ANNOTATIONS_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     key: str
     lease: _duration_pb2.Duration
@@ -235,7 +250,8 @@ class Offer(_message.Message):
     annotations: _containers.ScalarMap[str, str]
     generation: int
     view: bool
-    def __init__(self, request_id: _Optional[str] = ..., key: _Optional[str] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., overwrite: _Optional[bool] = ..., incarnation: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorOffer, _Mapping]]] = ..., token_counts: _Optional[_Iterable[int]] = ..., transports: _Optional[_Iterable[str]] = ..., checksum: _Optional[_Union[Checksum, str]] = ..., chunk_bytes: _Optional[int] = ..., annotations: _Optional[_Mapping[str, str]] = ..., generation: _Optional[int] = ..., view: _Optional[bool] = ...) -> None: ...
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., key: _Optional[str] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., overwrite: _Optional[bool] = ..., incarnation: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorOffer, _Mapping]]] = ..., token_counts: _Optional[_Iterable[int]] = ..., transports: _Optional[_Iterable[str]] = ..., checksum: _Optional[_Union[Checksum, str]] = ..., chunk_bytes: _Optional[int] = ..., annotations: _Optional[_Mapping[str, str]] = ..., generation: _Optional[int] = ..., view: _Optional[bool] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TensorOffer(_message.Message):
     __slots__ = ("descriptor", "kv_scale")

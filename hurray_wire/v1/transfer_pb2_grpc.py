@@ -104,8 +104,9 @@ class TransferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Put(self, request_iterator, context):
-        """Hands one snapshot to this node. The client is the source: Offer, then checksums; the node answers Accept, then
-        Receipt. The stream is the liveness of the transfer: when it breaks, the node aborts.
+        """Hands snapshots to this node, one after the other. The client is the source: Offer, then checksums; the node answers
+        Accept, then Receipt. The stream is the liveness of the transfer: when it breaks, the node aborts. One whose Offer
+        came with a budget is kept for the next transfer: Outcome tells the end of each. Without, the end of the call does.
         Errors: INVALID_ARGUMENT (descriptor, token counts, contents), ALREADY_EXISTS (key held, or another transfer to it
         runs), RESOURCE_EXHAUSTED (arena, limits, the tenant's quota), DATA_LOSS (checksum), UNAVAILABLE, DEADLINE_EXCEEDED, CANCELLED.
         """
@@ -114,7 +115,7 @@ class TransferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request_iterator, context):
-        """Hands one snapshot to the caller: Put with the roles swapped. The client opens with GetOpen, the node is the source.
+        """Hands snapshots to the caller: Put with the roles swapped. The client opens with GetOpen, the node is the source.
         Errors: NOT_FOUND (reasons tell never known, expired, deleted, overwritten and lost apart), and those of Put.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -211,6 +211,8 @@ class Mover:
                 listener=lambda output: self._target_output(order.transfer, output),
             ),
         )
+        if order.offer.checksums:
+            self._plane.post(order.transfer, s.ChecksumsReceived(0, tuple(order.offer.checksums)))
 
     def _begin_source(self, order: mpb.BeginSource) -> None:
         shown = self._show(order) if order.offer.view else None
@@ -295,7 +297,7 @@ class Mover:
             return s.CommitRefused(from_status(result.error))
         # From here on it is a snapshot: readers and deletion may come before the machine hears of it.
         self._arena.hold(transfer)
-        return s.Committed(result.receipt)
+        return s.Committed(None)
 
     def _accept(self, transfer: int, running: _Running, accept: pb.Accept) -> None:
         if accept.transport != running.transport:
@@ -322,6 +324,8 @@ class Mover:
                 self._ended(transfer, output)
             case PrepareCommit():
                 self._output(transfer, prepared=self._prepared(transfer, running, output))
+            case s.TellReceipt():
+                pass  # whoever committed has done so
             case _:
                 accept = pb.Accept(transfer=transfer, transport=running.transport, window=running.window)
                 self._output(transfer, target=to_target_message(output, lambda: accept))

@@ -7,7 +7,7 @@ import functools
 import inspect
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Final, NoReturn, Protocol, Self
+from typing import Any, Final, NoReturn, Protocol, Self, TypeVar
 
 import grpc
 import structlog
@@ -28,13 +28,19 @@ LOGGED_MAX_BYTES: Final = 2048
 """Of an error, which may quote a peer."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
+T = TypeVar("T")
 
 
 class Answering(Protocol):
     """A servicer whose handlers are decorated with `answers`."""
 
-    callers: Callers
-    audit: Audit
+    @property
+    def callers(self) -> Callers:
+        """Who calls is found out by this."""
+
+    @property
+    def audit(self) -> Audit:
+        """Is told of every call."""
 
 
 def answers(method: Callable[..., Awaitable[Any]]) -> Callable[[Any, Any, Context], Awaitable[Any]]:
@@ -47,37 +53,51 @@ def answers(method: Callable[..., Awaitable[Any]]) -> Callable[[Any, Any, Contex
         # Each call is a task of its own, and so is its logging context.
         bind_contextvars(method=method.__name__, address=context.peer())
         decision = Decision(action, context.peer())
-        ended: HurrayError | None = Cancelled("the caller went away")
-        try:
-            decision.principal = self.callers.principal(context)
+
+        async def work() -> object:
             if isinstance(request, _Malformed):
                 raise not_a_message()
-            if isinstance(request, AsyncIterator):
-                request = _Requests(context)
-            answer = await method(self, request, context, decision)
-            ended = None
-            return answer
-        except HurrayError as error:
-            _log.info("call failed", reason=error.reason, error=cut_text(str(error), LOGGED_MAX_BYTES))
-            # Without its traceback, and all that is in it: the call keeps its last exception.
-            ended = error.with_traceback(None)
-            await _abort(context, ended)
-        except grpc.aio.AbortError:
-            raise
-        except Exception:
-            log_id = uuid.uuid4().hex[:12]
-            _log.exception("internal error", log_id=log_id)
-            ended = InternalError("a fault of the node; its log has the cause", log_id=log_id)
-            await _abort(context, ended)
-        finally:
-            if ended is not None or action != "getnode":  # which everyone asks, often, and who has an identity may
-                # After the answer is on its way: nobody waits for a log.
-                asyncio.get_running_loop().call_soon(self.audit.record, decision, ended)
+            return await method(
+                self, _Requests(context) if isinstance(request, AsyncIterator) else request, context, decision
+            )
+
+        answer, error = await judge(self, decision, context, work)
+        if error is not None:
+            await abort(context, error)
+        return answer
 
     return handler
 
 
-async def _abort(context: Context, error: HurrayError) -> NoReturn:
+async def judge(
+    servicer: Answering, decision: Decision, context: Context, work: Callable[[], Awaitable[T]]
+) -> tuple[T | None, HurrayError | None]:
+    """Find out who calls, do the work, tell the audit log: what it returned, or raised. A fault of ours is logged and
+    told by its log id only."""
+    ended: HurrayError | None = Cancelled("the caller went away")
+    try:
+        decision.principal = servicer.callers.principal(context)
+        answer = await work()
+        ended = None
+        return answer, None
+    except HurrayError as error:
+        _log.info("call failed", reason=error.reason, error=cut_text(str(error), LOGGED_MAX_BYTES))
+        # Without its traceback: it ends in an exception that the call keeps, in a cycle, and with it all it refers to.
+        ended = error.with_traceback(None)
+        return None, ended
+    except Exception:
+        log_id = uuid.uuid4().hex[:12]
+        _log.exception("internal error", log_id=log_id)
+        ended = InternalError("a fault of the node; its log has the cause", log_id=log_id)
+        return None, ended
+    finally:
+        if ended is not None or decision.action != "getnode":  # which everyone asks, often, and who has an identity may
+            # After the answer is on its way: nobody waits for a log.
+            asyncio.get_running_loop().call_soon(servicer.audit.record, decision, ended)
+
+
+async def abort(context: Context, error: HurrayError) -> NoReturn:
+    """End the call with this error."""
     code, status = getattr(grpc.StatusCode, error.code), to_status(error)
     await context.abort(code, status.message, ((STATUS_TRAILER, status.SerializeToString()),))
     raise AssertionError("abort raises")
@@ -158,7 +178,7 @@ class OtherServices(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no
         except HurrayError as error:
             _log.info("call failed", method=method, reason=error.reason, error=str(error))
             self._audit.record(Decision(method, context.peer()), error)
-            await _abort(context, error)
+            await abort(context, error)
 
 
 def not_a_message() -> ProtocolViolation:

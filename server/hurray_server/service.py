@@ -6,7 +6,7 @@ import asyncio
 import base64
 import binascii
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from importlib.metadata import version
 from typing import Any, Final, TypeVar
@@ -23,14 +23,14 @@ from hurray_server.principal import Principal
 from hurray_server.requests import Running
 from hurray_server.rpc import Context, answers, not_a_message
 from hurray_server.store import Pin, Snapshot
-from hurray_server.transfers import GetTransfer, PutTransfer, Transfer
+from hurray_server.streams import FIRST_MESSAGE_S, Budget, Direction, TransferStream
+from hurray_server.transfers import GetTransfer, PutTransfer
 from hurray_wire.dtypes import BY_TAG
 from hurray_wire.errors import (
     DeadlineExceeded,
     HurrayError,
     InvalidRequest,
     KeyNotFound,
-    PeerUnavailable,
     ProtocolViolation,
 )
 from hurray_wire.image import align
@@ -53,12 +53,6 @@ from hurray_wire.v1 import transfer_pb2 as pb
 from hurray_wire.v1 import transfer_pb2_grpc
 
 _log = structlog.get_logger("hurray.service")
-
-GRACE_S: Final = 5.0
-"""A caller's gRPC deadline is its budget and this much more, so that the error with a stage comes first."""
-
-FIRST_MESSAGE_S: Final = 30.0
-"""Longest time from the beginning of a stream to its first message."""
 
 INLINE_TENSORS: Final = 64
 INLINE_TOKEN_COUNTS: Final = 1 << 14
@@ -154,42 +148,41 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
 
     # --- transfers ------------------------------------------------------------------------------------------------
 
-    @answers
-    async def Put(self, requests: AsyncIterator[pb.PutRequest], context: Context, decision: Decision) -> None:
+    async def Put(self, _: object, context: Context) -> None:
         """See the contract."""
-        principal = decision.caller
-        budget = _Budget(context, self._node.config.transfers.max_budget_s)
-        first = (await _first(requests, context)).source
-        if first.WhichOneof("message") != "offer":
-            raise ProtocolViolation("a put begins with Offer", offered=first.WhichOneof("message"))
-        offer = first.offer
+        await TransferStream(
+            self,
+            self._node,
+            context,
+            Direction(
+                action="put",
+                begin=self._begin_put,
+                is_first=lambda message: message.source.HasField("offer"),
+                to_input=lambda message: mpb.TransferInput(source=message.source),
+                respond=lambda message, outcome: pb.PutResponse(target=message, outcome=outcome),
+            ),
+        ).serve()
+
+    async def _begin_put(self, first: pb.PutRequest, budget: Budget, decision: Decision) -> PutTransfer | pb.Receipt:
+        kind = first.source.WhichOneof("message")
+        if kind != "offer":
+            raise ProtocolViolation("a put begins with Offer", offered=kind)
+        offer = first.source.offer
         if offer.view:
             raise InvalidRequest("a put is no view", field="view", offered="true", required="false")
         _name(decision, offer, Right.PUT, *([Right.DELETE] if offer.overwrite else []))
         check_sizes(offer, self._node.limits)
-        running = await self._claim_request(principal, offer, budget)
+        running = await self._claim_request(decision.caller, offer, budget)
         if isinstance(running, pb.Receipt):
             decision.facts.update(generation=running.generation, retry=True)
-            await context.write(pb.PutResponse(target=pb.TargetMessage(receipt=running)))
-            return
+            return running
         try:
-            transfer = await self._begin_put(principal, offer, running, budget)
+            return await self._make_put(decision.caller, offer, running, budget)
         except BaseException:
             self._node.requests.fail(running)
             raise
-        try:
-            await _pump(
-                transfer,
-                context,
-                (mpb.TransferInput(source=message.source) async for message in requests),
-                lambda target: pb.PutResponse(target=target),
-                self._node.link.drain,
-            )
-        finally:
-            if transfer.snapshot is not None:
-                _note(decision, transfer.snapshot)
 
-    async def _claim_request(self, principal: Principal, offer: pb.Offer, budget: _Budget) -> Running | pb.Receipt:
+    async def _claim_request(self, principal: Principal, offer: pb.Offer, budget: Budget) -> Running | pb.Receipt:
         """The request as one that now runs, or the receipt of its first success. While an earlier attempt runs, waits
         for its outcome."""
         node, digest = self._node, offer_digest(offer)
@@ -202,7 +195,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
                 return node.requests.begin(principal.tenant, offer.request_id, digest)
             await self._wait(known.waiters.append, budget.left_s(), "retry")
 
-    async def _begin_put(self, principal: Principal, offer: pb.Offer, running: Running, budget: _Budget) -> PutTransfer:
+    async def _make_put(self, principal: Principal, offer: pb.Offer, running: Running, budget: Budget) -> PutTransfer:
         node = self._node
         lease_s = self._lease_s(offer.lease if offer.HasField("lease") else None)
         if len(offer.tensors) > INLINE_TENSORS or len(offer.token_counts) > INLINE_TOKEN_COUNTS:
@@ -236,12 +229,23 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
             undo.pop_all()
             return transfer
 
-    @answers
-    async def Get(self, requests: AsyncIterator[pb.GetRequest], context: Context, decision: Decision) -> None:
+    async def Get(self, _: object, context: Context) -> None:
         """See the contract."""
+        await TransferStream(
+            self,
+            self._node,
+            context,
+            Direction(
+                action="get",
+                begin=self._begin_get,
+                is_first=lambda message: message.HasField("open"),
+                to_input=lambda message: mpb.TransferInput(target=message.target),
+                respond=lambda message, outcome: pb.GetResponse(source=message, outcome=outcome),
+            ),
+        ).serve()
+
+    async def _begin_get(self, first: pb.GetRequest, budget: Budget, decision: Decision) -> GetTransfer:
         principal, node = decision.caller, self._node
-        budget = _Budget(context, node.config.transfers.max_budget_s)
-        first = await _first(requests, context)
         if first.WhichOneof("message") != "open":
             raise ProtocolViolation("a get begins with GetOpen", offered=first.WhichOneof("message"))
         _name(decision, first.open, Right.GET, *([Right.DELETE] if first.open.consume else []))
@@ -272,15 +276,9 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
                 budget_s=budget.left_s(),
             )
             undo.pop_all()
-        await _pump(
-            transfer,
-            context,
-            (mpb.TransferInput(target=message.target) async for message in requests),
-            lambda source: pb.GetResponse(source=source),
-            node.link.drain,
-        )
+            return transfer
 
-    async def _wait_and_pin(self, open_: pb.GetOpen, budget: _Budget) -> Pin:
+    async def _wait_and_pin(self, open_: pb.GetOpen, budget: Budget) -> Pin:
         """Pin the snapshot, as soon as it is committed within the wait that the caller allows."""
         node = self._node
         wait_s = read_duration(open_.wait, "wait") if open_.HasField("wait") else 0.0
@@ -421,22 +419,6 @@ def _note(decision: Decision, snapshot: Snapshot) -> None:
     decision.facts.update(generation=snapshot.generation, bytes=snapshot.contents.held_bytes)
 
 
-class _Budget:
-    """What is left of the caller's time."""
-
-    def __init__(self, context: Context, max_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        left_s = context.time_remaining()
-        if left_s is None:
-            left_s = max_s + GRACE_S
-        # A deadline too short for the grace gives up a part of itself for it.
-        self._until_s = loop.time() + min(max_s, max(left_s - GRACE_S, left_s / 2))
-
-    def left_s(self) -> float:
-        """Seconds, never less than 0."""
-        return max(0.0, self._until_s - asyncio.get_running_loop().time())
-
-
 MessageT = TypeVar("MessageT")
 
 
@@ -455,40 +437,6 @@ async def _first(requests: AsyncIterator[MessageT], context: Context) -> Message
         ) from None
 
 
-async def _pump(
-    transfer: Transfer[Any],
-    context: Context,
-    inputs: AsyncIterator[mpb.TransferInput],
-    wrap: Callable[[Any], object],
-    drain: Callable[[], Awaitable[None]],
-) -> None:
-    """Carry messages between the stream and a transfer until the transfer is over; if the stream breaks first, the
-    transfer is told. Raises the transfer's error."""
-
-    async def read() -> None:
-        try:
-            async for message in inputs:
-                transfer.input(message)
-                await drain()
-        except DecodeError:
-            transfer.cancel(not_a_message())
-        except Exception:  # whatever gRPC raises on a stream that cannot be read: it is broken
-            transfer.stream_lost()
-
-    reader = asyncio.create_task(read())
-    try:
-        while (message := await transfer.messages.get()) is not None:
-            try:
-                await context.write(wrap(message))
-            except Exception:
-                raise PeerUnavailable("the stream broke", stage=transfer.stage) from None
-    finally:
-        transfer.stream_lost()
-        reader.cancel()
-    if transfer.error is not None:
-        raise transfer.error
-
-
 def offer_digest(offer: pb.Offer) -> bytes:
     """What makes two offers the same request: all but how the source is reached, and in what pieces it sends."""
     body = pb.Offer()
@@ -496,6 +444,7 @@ def offer_digest(offer: pb.Offer) -> bytes:
     body.ClearField("incarnation")
     body.ClearField("transports")
     body.ClearField("chunk_bytes")
+    body.ClearField("checksums")
     return hashlib.blake2b(body.SerializeToString(deterministic=True), digest_size=32).digest()
 
 

@@ -57,6 +57,8 @@ class Transfer(ABC, Generic[MessageT]):
         self.number: Final = node.link.new_transfer(self)
         self.messages: asyncio.Queue[MessageT | None] = asyncio.Queue()
         self.error: HurrayError | None = None
+        self.facts: dict[str, object] = {}
+        """For the audit log."""
         self.stage = "offer"
         self._node = node
         self._end_slot = end_slot
@@ -100,8 +102,7 @@ class Transfer(ABC, Generic[MessageT]):
         self._over = True
         self.error = error
         self._overdue.cancel()
-        self._node.remove(self)
-        self._end_slot()
+        self._leave()
         self._settle()
         seconds = round(time.monotonic() - self._began_s, 6)
         if error is None:
@@ -109,6 +110,11 @@ class Transfer(ABC, Generic[MessageT]):
         else:
             self._log.warning("transfer failed", seconds=seconds, reason=error.reason, error=str(error))
         self.messages.put_nowait(None)
+
+    def _leave(self) -> None:
+        """Make room for another."""
+        self._node.remove(self)
+        self._end_slot()
 
     @abstractmethod
     def on_output(self, output: mpb.TransferOutput) -> None:
@@ -213,15 +219,22 @@ class PutTransfer(Transfer[pb.TargetMessage]):
         receipt.volatile_memory = True
         receipt.node = node.config.node
         node.requests.succeed(self._running, receipt, lease_s=self._lease_s, now_s=now_s)
-        node.leases_changed()
+        self.facts = {"generation": snapshot.generation, "bytes": snapshot.contents.held_bytes}
+        self._leave()
+        # The source first: nothing that follows can change its outcome.
+        self.messages.put_nowait(pb.TargetMessage(receipt=receipt))
+        self.input(mpb.TransferInput(commit=mpb.CommitResult()))
+        asyncio.get_running_loop().call_soon(self._after_commit, receipt)
+
+    def _after_commit(self, receipt: pb.Receipt) -> None:
+        self._node.leases_changed()
         self._log.info(
             "snapshot committed",
-            generation=snapshot.generation,
+            generation=receipt.generation,
             bytes=receipt.wire_bytes,
             tensors=receipt.tensor_count,
             dirty_dead_slots=receipt.dirty_dead_slot_count,
         )
-        self.input(mpb.TransferInput(commit=mpb.CommitResult(receipt=receipt)))
 
     def _settle(self) -> None:
         if self.snapshot is None:
@@ -326,4 +339,5 @@ def without_names(offer: pb.Offer) -> pb.Offer:
         tensors=offer.tensors, transports=offer.transports, checksum=offer.checksum, chunk_bytes=offer.chunk_bytes
     )
     bare.token_counts.MergeFrom(offer.token_counts)
+    bare.checksums.MergeFrom(offer.checksums)
     return bare

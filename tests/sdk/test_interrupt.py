@@ -67,14 +67,10 @@ def assert_over(client: ht.Client, began_s: float) -> None:
     assert plane is not None
     assert plane.transfer_count == 0
     eventually(lambda: client.node().arena.receiving_bytes == 0, 5, "the node holds nothing of it")
-    eventually(lambda: not streams(), 5, "the stream's thread has ended")
+    eventually(lambda: client._node.streams.in_use == 0, 5, "no stream carries it")
     client.put("next", big())
     with client.get("next") as got:
         assert_same_tokens(big(), got)
-
-
-def streams() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("hurray-stream")]
 
 
 @pytest.mark.parametrize("number", [0, 5, 15])
@@ -119,7 +115,7 @@ def test_a_get_that_waits_for_its_key_can_be_interrupted(client: ht.Client, inte
     client.put("warm", big())
 
     def once_it_waits() -> None:
-        eventually(streams, 5)
+        eventually(lambda: client._node.streams.in_use, 5)
         interrupt()
 
     began_s = time.monotonic()

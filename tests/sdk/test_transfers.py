@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import hurray_client as ht
+from hurray_client import transfer
 from hurray_wire.image import Chunk
-from hurray_wire.payload import SnapshotSource
+from hurray_wire.payload import SnapshotSource, StagedSource
 from sdk.snapshots import (
     assert_dead_slots_clear,
     assert_same_tokens,
@@ -363,19 +364,26 @@ def test_a_retry_gets_the_first_receipt(client: ht.Client) -> None:
         client.put("retry/other", make_snapshot(), request_id=request_id)
 
 
+@pytest.mark.parametrize("payload", [SnapshotSource, StagedSource])
 def test_a_stream_cut_after_the_last_byte_yields_the_one_receipt(
-    daemon: RunningDaemon, client: ht.Client, transport: str, monkeypatch: pytest.MonkeyPatch
+    daemon: RunningDaemon,
+    client: ht.Client,
+    transport: str,
+    payload: type[SnapshotSource | StagedSource],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The outcome is unknown to the source: the SDK asks again with the same id, and nothing is committed twice."""
-    stage, key = SnapshotSource.stage, f"unknown/{transport}"
+    stage, key = payload.stage, f"unknown/{transport}/{payload.__name__}"
     with Proxy(daemon.address) as proxy, ht.connect(proxy.address) as source, ThreadPoolExecutor(1) as pool:
 
-        def mute_at_the_last(self: SnapshotSource, chunk: Chunk, take_staging: Any) -> Any:
+        def mute_at_the_last(self: Any, chunk: Chunk, take_staging: Any) -> Any:
             if chunk.index + 1 == len(self.plan.chunks):
                 proxy.do(silence(DOWN))
             return stage(self, chunk, take_staging)
 
-        monkeypatch.setattr(SnapshotSource, "stage", mute_at_the_last)
+        monkeypatch.setattr(payload, "stage", mute_at_the_last)
+        if payload is SnapshotSource:
+            monkeypatch.setattr(transfer, "EAGER_BYTES", 0)
         putting = pool.submit(source.put, key, make_snapshot(), timeout_s=30)
         eventually(lambda: [info.key for info in client.list()] == [key], 10)
         monkeypatch.undo()
