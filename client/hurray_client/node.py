@@ -58,6 +58,7 @@ _BEFORE_ANSWER: Final = frozenset({"connect", "session", "offer", "retry"})
 _BACKOFF_FIRST_S: Final = 0.05
 _BACKOFF_MAX_S: Final = 1.0
 
+
 T = TypeVar("T")
 
 
@@ -403,7 +404,7 @@ def retrying(call: Call, retry_s: float, attempt: Callable[[], T]) -> T:
         pause_s = max(failure.retry_after_s or 0.0, delay_s * random.uniform(0.5, 1.0))  # noqa: S311 -- no secret
         if give_up_at is None:
             give_up_at = time.monotonic() + retry_s
-        if call.cancelled:
+        if call.cancelled and unknown is None:
             call.left_s(failure.stage or "connect")
         if (unknown is None and time.monotonic() + pause_s > give_up_at) or not call.can_wait(pause_s):
             raise failure

@@ -30,6 +30,15 @@ from hurray_wire.v1 import mover_pb2 as mpb
 
 _log = structlog.get_logger("hurray.node")
 
+_GENERATIONS_PER_MS: Final = 1 << 12
+_YEAR_2025_S: Final = 1_735_689_600
+
+
+def generations_before(unix_s: float) -> int:
+    """A generation that no store has reached before this moment: a handle from before a restart of the node must never
+    name a snapshot from after it. Below 2**53 until the year 2094, for those who read JSON numbers as floats."""
+    return max(0, int((unix_s - _YEAR_2025_S) * 1000)) * _GENERATIONS_PER_MS
+
 
 class Node:
     """See the module. `on_ready(ready)` is called when the node becomes able, or unable, to take transfers."""
@@ -57,7 +66,9 @@ class Node:
         )
         self.quotas: Final = Quotas(*read_quotas(config.quotas))
         self._charges: dict[int, Charge] = {}
-        self.store: Final = Store(self._free, max_snapshots=config.limits.max_snapshots)
+        self.store: Final = Store(
+            self._free, max_snapshots=config.limits.max_snapshots, generation=generations_before(time.time())
+        )
         self.readers: Final = Readers(self.store)
         self.requests: Final = Requests()
         self.transfers: set[Transfer[Any]] = set()

@@ -105,13 +105,14 @@ class _Tombstone:
 
 
 class Store:
-    """See the module."""
+    """See the module. `generation`: the last one that was given before, by whoever held these keys until now."""
 
     def __init__(
         self,
         free: Callable[[int], None],
         *,
         max_snapshots: int,
+        generation: int = 0,
         tombstone_s: float = TOMBSTONE_S,
         max_tombstones: int = MAX_TOMBSTONES,
     ) -> None:
@@ -119,7 +120,7 @@ class Store:
         self._max_snapshots = max_snapshots
         self._tombstone_s = tombstone_s
         self._max_tombstones = max_tombstones
-        self._generation = 0
+        self._generation = generation
         self._snapshots: dict[str, Snapshot] = {}
         self._keys: list[str] = []
         self._claims: dict[str, Claim] = {}
