@@ -20,7 +20,9 @@ from hurray_wire.transport.base import chunk_tag
 from hurray_wire.v1 import transfer_pb2 as pb
 
 if TYPE_CHECKING:
-    from simulation.world import Op, World
+    from simulation.engines import Op
+    from simulation.payloads import Payloads
+    from simulation.world import World
 
 OPENING: Final = "opening"
 
@@ -165,7 +167,6 @@ class Injector:
         """Throw it in; counted for every transfer that it meets."""
         world = self.world
         op.faults.append((row, fault))
-        world.storm()
         self.coverage.hits[row, fault] += 1
         if fault in AT_THE_SOURCE:
             op.armed.append(fault)
@@ -390,7 +391,7 @@ def _rogue_answers(kind: str, random: Any) -> list[bytes]:
     return [pb.GetResponse(source=message).SerializeToString() for message in sources]
 
 
-def spoil(op: Op, plan: Any, chunk: Chunk, staged: Any, world: World) -> Any:
+def spoil(op: Op, plan: Any, chunk: Chunk, staged: Any, world: Payloads) -> Any:
     """What a faulty source makes of a chunk that it has staged: the bytes to send."""
     for fault in list(op.armed):
         match fault:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from simulation.faults import PAIRS, Coverage
-from simulation.world import Violation, World
+from simulation.judge import Violation
+from simulation.world import World
 
 TIMES = 20
 """How often each pair of row and fault has to be met."""
@@ -73,7 +74,10 @@ def _run_all(seed: int, transfers: int, batch: int, trace: Callable[[str], None]
             outcomes[name] = outcomes.get(name, 0) + times
         done += count
         seconds = time.monotonic() - began
-        print(f"seed {seed}: {count} transfers, nothing broken; {done} in all, {done / seconds:.0f} per second", flush=True)
+        print(
+            f"seed {seed}: {count} transfers, nothing broken; {done} in all, {done / seconds:.0f} per second",
+            flush=True,
+        )
         seed += 1
     print(f"\nfaults by the place of the transfer that they met, {sum(coverage.hits.values())} in all:")
     print(coverage.table())
@@ -81,7 +85,9 @@ def _run_all(seed: int, transfers: int, batch: int, trace: Callable[[str], None]
     for name, times in sorted(outcomes.items()):
         print(f"{times:9}  {name}")
     few = coverage.missing(TIMES)
-    print(f"\n{len(PAIRS)} pairs of place and fault, the rarest met {coverage.least()} times; {len(few)} fewer than {TIMES}")
+    print(
+        f"\n{len(PAIRS)} pairs of place and fault, the rarest met {coverage.least()} times; {len(few)} fewer than {TIMES}"
+    )
     for row, fault in few:
         print(f"  {coverage.hits[row, fault]:3} {row}, {fault.name.lower()}")
     return 0

@@ -1,4 +1,4 @@
-"""What of the programs' surroundings is replaced while a world runs, in one table: name by name, and put back afterwards.
+"""What of the programs' surroundings is replaced while a world runs: one table, name by name.
 
 Nothing else is: a program that comes to use another clock, lock or socket meets the real one, and the run stands still
 or differs between two runs of one seed, which a test notices.
@@ -16,6 +16,7 @@ import structlog
 from hurray_wire import session
 from hurray_wire.checksum import XXH3_64
 from simulation import kernel as k
+from simulation import modules as m
 from simulation import nodes
 from simulation.network import Channel, Server
 
@@ -48,7 +49,7 @@ class _GrpcAio:
         return Server(self._world.network, list(interceptors))
 
 
-class _NotedUuid(k.Uuid):
+class _NotedUuid(m.Uuid):
     """A get's request id is drawn by the SDK: whoever asked has to learn it."""
 
     def uuid4(self) -> Any:
@@ -70,8 +71,8 @@ class _Nothing:
 def table(world: World) -> list[tuple[str, str, Any]]:
     """(module, name, what stands there)."""
     kernel = world.kernel
-    time, threading, select = k.Time(kernel), k.Threading(kernel), k.Select(kernel)
-    uuid, random = k.Uuid(kernel), k.Random(kernel)
+    time, threading, select = m.Time(kernel), m.Threading(kernel), m.Select(kernel)
+    uuid, random = m.Uuid(kernel), m.Random(kernel)
     grpc_ = _Grpc(world)
 
     def queue() -> k.SimpleQueue:
@@ -84,13 +85,13 @@ def table(world: World) -> list[tuple[str, str, Any]]:
                 "time": time,
                 "threading": threading,
                 "select": select,
-                "os": k.Os(kernel, preempts=True),
+                "os": m.Os(kernel, preempts=True),
                 "uuid": uuid,
                 "Future": lambda: k.Future(kernel),
                 "SPIN_S": 0.0,  # to poll while time stands still would be for ever
             },
         ),
-        ("hurray_wire.transport.memory", {"os": k.Os(kernel, preempts=False)}),
+        ("hurray_wire.transport.memory", {"os": m.Os(kernel, preempts=False)}),
         (
             "hurray_server.mover",
             {
@@ -110,17 +111,17 @@ def table(world: World) -> list[tuple[str, str, Any]]:
             {
                 "time": time,
                 "uuid": uuid,
-                "set": k.OrderedSet,
+                "set": m.OrderedSet,
                 "MoverLink": nodes.SimulatedMoverLink,
                 "Store": world.store,
             },
         ),
         ("hurray_server.transfers", {"time": time}),
-        ("hurray_server.service", {"uuid": uuid}),
+        ("hurray_server.service", {"uuid": uuid, "version": lambda _name: "0"}),  # it reads the installation
         ("hurray_server.daemon", {"grpc": grpc_, "print": lambda *_args, **_options: None}),
         (
             "hurray_client.client",
-            {"threading": threading, "time": time, "uuid": _NotedUuid(kernel), "set": k.OrderedSet},
+            {"threading": threading, "time": time, "uuid": _NotedUuid(kernel), "set": m.OrderedSet},
         ),
         (
             "hurray_client.node",
