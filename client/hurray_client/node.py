@@ -58,7 +58,6 @@ _BEFORE_ANSWER: Final = frozenset({"connect", "session", "offer", "retry"})
 _BACKOFF_FIRST_S: Final = 0.05
 _BACKOFF_MAX_S: Final = 1.0
 
-
 T = TypeVar("T")
 
 

@@ -117,7 +117,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
         orderly = False
         heard = asyncio.ensure_future(anext(requests, None))
         try:
-            await context.write(pb.SessionResponse(welcome=welcome))
+            await _write(context, pb.SessionResponse(welcome=welcome))
             waits: set[asyncio.Future[Any]] = {heard, session.ended}
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if session.ended.done():
@@ -133,7 +133,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
             heard.cancel()
             await self._node.sessions.close(session, abort=not orderly)
         if orderly:
-            await context.write(pb.SessionResponse(bye=pb.Bye()))
+            await _write(context, pb.SessionResponse(bye=pb.Bye()))
 
     @answers
     async def Drain(self, request: pb.DrainRequest, _: Context, decision: Decision) -> pb.DrainResponse:
@@ -435,6 +435,14 @@ async def _first(requests: AsyncIterator[MessageT], context: Context) -> Message
         raise DeadlineExceeded(
             "no first message in time", stage="open", budget_s=FIRST_MESSAGE_S, peer=context.peer()
         ) from None
+
+
+async def _write(context: Context, message: pb.SessionResponse) -> None:
+    """Say something in a session. Raises PeerUnavailable where its stream is broken."""
+    try:
+        await context.write(message)
+    except Exception:  # whatever gRPC raises on a stream that cannot be written
+        raise PeerUnavailable("the stream broke", stage="session") from None
 
 
 def offer_digest(offer: pb.Offer) -> bytes:

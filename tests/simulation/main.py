@@ -85,9 +85,8 @@ def _run_all(seed: int, transfers: int, batch: int, trace: Callable[[str], None]
     for name, times in sorted(outcomes.items()):
         print(f"{times:9}  {name}")
     few = coverage.missing(TIMES)
-    print(
-        f"\n{len(PAIRS)} pairs of place and fault, the rarest met {coverage.least()} times; {len(few)} fewer than {TIMES}"
-    )
+    least = coverage.least()
+    print(f"\n{len(PAIRS)} pairs of place and fault, the rarest met {least} times; {len(few)} fewer than {TIMES}")
     for row, fault in few:
         print(f"  {coverage.hits[row, fault]:3} {row}, {fault.name.lower()}")
     return 0
