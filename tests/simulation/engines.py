@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from simulation.nodes import NodeHost
     from simulation.world import World
 
-SLACK_S = 9.0
-"""What a call may take beyond its budget: two drains, the settling of its stream, and the way there."""
+SLACK_S = 7.0
+"""What a call may take beyond its budget or its cancellation: two drains, the settling of its stream, the way there."""
 
 RESTART_S = 0.2
 
@@ -62,9 +62,12 @@ class Op:
     received: bool = False
     """A get's machine has committed here."""
 
+    cancelled_s: float | None = None
+
     def cancel(self) -> None:
         """The caller gives up."""
         if self.call is not None:
+            self.cancelled_s = self.engine.world.kernel.now_s
             self.call.cancel()
 
     def __repr__(self) -> str:
@@ -171,6 +174,8 @@ class Engine:
         took_s = kernel.now_s - op.began_s - (self.process.frozen_s - frozen_s)
         if took_s > op.budget_s + SLACK_S:
             world.fail(f"{op} took {took_s:.3f} s of {op.budget_s:.3f} s: {op.error or op.result}")
+        if op.cancelled_s is not None and self.process.frozen_s == 0 and kernel.now_s > op.cancelled_s + SLACK_S:
+            world.fail(f"{op} was cancelled at {op.cancelled_s:.3f} s, and returned only now")
         world.judge(op)
 
     def _put(self, op: Op, client: Client) -> Any:

@@ -137,8 +137,9 @@ class Coverage:
 class Injector:
     """Chooses faults for transfers as they go, those first that were met least, and throws them in."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, favoured: tuple[Fault, ...]) -> None:
         self.world = world
+        self._favoured = favoured
         self.coverage = Coverage()
 
     def choose(self, op: Op, row: str) -> Fault | None:
@@ -147,6 +148,9 @@ class Injector:
         if not fitting:
             return None
         random = self.world.kernel.random
+        favoured = [fault for fault in fitting if fault in self._favoured]
+        if favoured and random.random() < 0.5:
+            return random.choice(favoured)
         fewest = min(self.coverage.hits[row, fault] for fault in fitting)
         return random.choice([fault for fault in fitting if self.coverage.hits[row, fault] <= fewest + 1])
 

@@ -61,6 +61,9 @@ EXPECTED: dict[str, tuple[type[HurrayError], ...]] = {
 }
 """What a call may come to without a fault that explains more."""
 
+DRAIN_LIMIT_S = 3.0
+"""A drain and some time to notice."""
+
 _ROGUE = {Fault.ROGUE_TO_NODE, Fault.ROGUE_TO_CLIENT}
 _EXPLAINS: dict[type[HurrayError], set[Fault]] = {
     ChecksumMismatch: {Fault.BIT_FLIP, Fault.CHECKSUM_LIE, *_ROGUE},
@@ -89,12 +92,15 @@ class Judge(Payloads):
         self._commits: dict[str, list[tuple[Any, Held, Process]]] = {}
         self._handles: set[tuple[str, str, int]] = set()
         self._said: dict[Any, list[str]] = {}
+        self.ended_s: dict[str, float] = {}
+        """When the last attempt of a request was over at its target."""
         self.network.watchers.append(self._watch_stream)
 
     def forget(self) -> None:
         super().forget()
         self._commits.clear()
         self._said.clear()
+        self.ended_s.clear()
 
     def check(self) -> None:
         """Raises the first Violation that was noticed."""
@@ -175,6 +181,30 @@ class Judge(Payloads):
                 settling = transfer.machine.phase is s.TargetPhase.SETTLING and transfer.drain_at is not None
                 if settling and extent is not None and extent.state.value != "quarantined":
                     self.fail(f"transfer {number} has failed and is not drained, but its memory is {extent.state}")
+
+    def check_times(self) -> None:
+        """Every stage has its end: budgets, drains, and streams that broke."""
+        now_s = self.kernel.now_s
+        for plane in self.planes:
+            if plane.process.frozen or plane.process.frozen_s or not plane.process.alive:
+                continue
+            mover = plane.process.link
+            for number, transfer in plane._transfers.items():
+                phase, who = transfer.machine.phase, f"transfer {number} of {plane.process.name}"
+                if transfer.drain_at is not None:
+                    if now_s > transfer.stage_began + DRAIN_LIMIT_S:
+                        self.fail(f"{who} is in {phase.name} since {transfer.stage_began:.3f}")
+                elif now_s > transfer.began + transfer.order.budget_s + 0.5 and phase.name != "COMMITTING":
+                    self.fail(f"{who} is in {phase.name}, its budget ended {now_s - transfer.deadline:.3f} s ago")
+                context = self.contexts.get((mover, number)) if mover is not None else None
+                broken_s = None if context is None else context.broken_s
+                if transfer.drain_at is None and broken_s is not None and now_s > broken_s + 0.5:
+                    self.fail(f"{who} is in {phase.name}, its stream broke at {broken_s:.3f}")
+
+    def request_id(self) -> str:
+        """Of the call whose handler runs."""
+        context = self.current_context()
+        return "" if context is None or context.op is None else context.op.request_id
 
     def check_rest(self, host: NodeHost) -> None:
         node, mover = host.node, self.movers[host.mover_process]
@@ -264,6 +294,7 @@ class Judge(Payloads):
         """A call has returned."""
         self.running.pop(op, None)
         self.audit()
+        self.check_times()
         error = op.error
         name = "ok" if error is None else getattr(error, "reason", type(error).__name__)
         self.outcomes[f"{op.kind}: {name}"] += 1
@@ -329,6 +360,12 @@ class Judge(Payloads):
         staged = isinstance(error, DeadlineExceeded | OutcomeUnknown)
         if op.kind in ("put", "get") and staged and error.stage is None:
             self.fail(f"{op}: {error} names no stage")
+        if kind is DeadlineExceeded and error.stage == "retry":
+            node = op.host.node
+            ended_s = self.ended_s.get(op.request_id, self.kernel.now_s)
+            waits = node is None or ("local", op.request_id) in node.requests._running
+            if not waits and self.kernel.now_s > ended_s + 3.0:
+                self.fail(f"{op} waited for an attempt that was over at {ended_s:.3f}")
         if kind in EXPECTED[op.kind] or (kind is GeometryMismatch and op.landing is not None):
             return  # the key holds another snapshot by now than the caches were made for
         # A repetition waits for the outcome of what runs, or runs on with it: what met one has met them all.

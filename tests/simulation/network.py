@@ -182,7 +182,7 @@ class Call:
             self._waiters.wake()
             if self._timer is not None:
                 self._timer.cancel()
-            self.channel.network.calls.pop(self, None)
+            self.channel.network.drop(self)
 
     # --- what happens to it ---------------------------------------------------------------------------------------
 
@@ -295,12 +295,15 @@ class Context:
 
     def __init__(self, call: Call, server: Server, handler: Any) -> None:
         self._call = call
+        self.op = call.op
         self._handler = handler
         self._kernel = call.kernel
         self._server = server
         self._inbox: deque[bytes | None] = deque()
         self._more = asyncio.Event()
         self._broken = False
+        self.broken_s: float | None = None
+        """When the stream broke, if it did."""
         self._over = False
         self.task: asyncio.Task[None] | None = None
 
@@ -350,6 +353,7 @@ class Context:
         if self._broken or self._over:
             return
         self._broken = True
+        self.broken_s = self._kernel.now_s
         if self._kernel.random.random() < 0.5:
             self._inbox.append(None)
             self._more.set()
@@ -381,6 +385,7 @@ class Context:
         finally:
             self._over = True
             self._server.contexts.pop(self, None)
+            self._server.network.drop(self._call)
 
 
 class _Requests:
@@ -485,6 +490,12 @@ class Network:
         elif call.active:
             server.take(call)
 
+    def drop(self, call: Call) -> None:
+        """Forget a call that is over at both ends, and of which nothing is under way in a partition."""
+        served = call.context is not None and not call.context._over
+        if not call.active and not served and not call.up.held:
+            self.calls.pop(call, None)
+
     def watch(self, call: Call, message: Any) -> None:
         """A server says something."""
         for watcher in self.watchers:
@@ -515,6 +526,7 @@ class Network:
     def _notice(self, process: Process, target: str) -> None:
         for call in self.between(process, target):
             call.down.is_open = False
+            call.up.held = False
             call._reach_end()
             call._lose("keepalive watchdog timeout")
 
@@ -523,12 +535,13 @@ class Network:
         for call in self.between(*pair):
             call.up.release()
             call.down.release()
+            self.drop(call)
 
     def lose_client(self, process: Process) -> None:
         """A client process died: its sockets are closed."""
         for call in list(self.calls):
             if call.process is process:
-                self.calls.pop(call, None)
+                call._end(RpcError(grpc.StatusCode.CANCELLED, "the client died", ()))
                 call._reset_server()
 
     def lose_server(self, process: Process) -> None:

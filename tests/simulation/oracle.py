@@ -56,6 +56,7 @@ class StoreModel:
         self.by_memory: dict[int, Held] = {}
         self.last_gone: dict[str, int] = {}
         self.claims: dict[str, Claim] = {}
+        self.claimed_by: dict[str, str] = {}
         self.consumers: dict[int, Pin] = {}
 
     def expire(self, now_s: float) -> None:
@@ -118,8 +119,11 @@ class CheckedStore(Store):
         self.model.expire(now_s)
         held = self.model.current.get(key)
         expected: Any = None
+        request_id = self._world.request_id()
         if key in self.model.claims:
             expected = KeyBusy
+            if request_id and self.model.claimed_by.get(key) == request_id:
+                self._world.fail(f"a repetition of a request to {key} was refused for the sake of the first")
         elif held is not None and not overwrite:
             expected = KeyExists
         elif held is None and len(self.model.current) + len(self.model.claims) >= self._max_snapshots:
@@ -128,6 +132,7 @@ class CheckedStore(Store):
             f"claim of {key}", lambda: super(CheckedStore, self).claim(key, overwrite=overwrite, now_s=now_s), expected
         )
         self.model.claims[key] = claim
+        self.model.claimed_by[key] = request_id
         return claim
 
     def abandon(self, claim: Claim) -> None:

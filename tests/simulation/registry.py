@@ -10,7 +10,7 @@ from hurray_wire import session as s
 from hurray_wire.transport.memory import MemoryFabric, _Message, _Operation
 from simulation.faults import OPENING, row_of
 from simulation.kernel import Kernel, Process, Thread
-from simulation.network import Network
+from simulation.network import Context, Network
 from simulation.transport import SimulatedTransport
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ class Registry:
         self.running: dict[Op, None] = {}
         self.client_transfers: dict[tuple[int, int], Op] = {}
         self.node_transfers: dict[tuple[SimulatedMoverLink, int], Op] = {}
+        self.contexts: dict[tuple[SimulatedMoverLink, int], Context] = {}
+        """The handler of a transfer at its node."""
         self.landed_chunks: dict[tuple[Process, int], set[int]] = {}
 
     def on_land(self, transport: SimulatedTransport, message: _Message, receive: _Operation) -> None:
@@ -46,6 +48,7 @@ class Registry:
         self.ops.clear()
         self.client_transfers.clear()
         self.node_transfers.clear()
+        self.contexts.clear()
         self.landed_chunks.clear()
         self.transports = [item for item in self.transports if not item._crashed and not item._closed]
         self.planes = [plane for plane in self.planes if plane.running]
@@ -100,11 +103,19 @@ class Registry:
 
     def note_node_transfer(self, link: SimulatedMoverLink, number: int) -> None:
         """A daemon has a number for a transfer, whose handler is the current task."""
+        context = self.current_context()
+        if context is not None and context.op is not None:
+            self.node_transfers[link, number] = context.op
+            self.contexts[link, number] = context
+
+    def current_context(self) -> Context | None:
+        """The handler whose task runs."""
         task = asyncio.current_task()
-        for server in self.network.all_servers:
+        for server in self.network.servers.values():
             for context in server.contexts:
-                if context.task is task and context._call.op is not None:
-                    self.node_transfers[link, number] = context._call.op
+                if context.task is task:
+                    return context
+        return None
 
     def note_request(self, op: Op) -> None:
         """The SDK has drawn a request id."""
@@ -162,7 +173,7 @@ class Registry:
 
     def calls_of(self, op: Op) -> list[Any]:
         """The streams of a transfer that are open."""
-        return [call for call in self.network.calls if call.op is op and call.method in ("Put", "Get")]
+        return [call for call in self.network.calls if call.op is op and call.active and call.method in ("Put", "Get")]
 
     def ops_of(self, engine: Engine) -> list[Op]:
         """Calls that run in an engine."""

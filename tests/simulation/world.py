@@ -15,7 +15,7 @@ from hurray_wire import session as s
 from hurray_wire.errors import ArenaFull
 from simulation.content import SHAPES
 from simulation.engines import Engine, Op
-from simulation.faults import OPENING, Coverage, Injector, row_of
+from simulation.faults import OPENING, Coverage, Fault, Injector, row_of
 from simulation.judge import Violation
 from simulation.kernel import Waiters
 from simulation.nodes import NodeHost
@@ -46,12 +46,19 @@ FORGET_S = 3700.0
 
 
 class World(Workload):
-    """See the module. `transfers`: how many puts and gets are made in storms."""
+    """See the module. `transfers`: how many puts and gets are made in storms. `favoured`: faults thrown in more often."""
 
-    def __init__(self, seed: int, transfers: int, *, trace: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        transfers: int,
+        *,
+        trace: Callable[[str], None] | None = None,
+        favoured: tuple[Fault, ...] = (),
+    ) -> None:
         super().__init__(seed, trace)
         self.transfers = transfers
-        self.injector = Injector(self)
+        self.injector = Injector(self, favoured)
         self.parked = Waiters(self.kernel)
         self.hosts = [NodeHost(self, f"127.0.0.1:{port}", self._config(port)) for port in (7411, 7412)]
         self.engines = [Engine(self, f"engine-{number}", 3) for number in range(3)]
@@ -64,7 +71,7 @@ class World(Workload):
             drain_s=1.0,
             arena=ArenaConfig(bytes=1 << 20, prefault=False),  # type: ignore[arg-type]
             leases=LeaseConfig(default_s=5.0, max_s=60.0),
-            limits=LimitsConfig(max_snapshots=12, max_transfers=24, max_sessions=16),
+            limits=LimitsConfig(max_snapshots=9, max_transfers=24, max_sessions=16),
             transfers=TransferConfig(window=3, chunk_bytes=8192, max_budget_s=60.0),
         )
 
@@ -137,6 +144,7 @@ class World(Workload):
             for call in self.network.between(*pair):
                 call.up.release()
                 call.down.release()
+                self.network.drop(call)
         await asyncio.sleep(REST_S)
         await self._until(lambda: all(self._is_up(host) for host in self.hosts), 30.0, "a node does not come back")
         await asyncio.sleep(1.0)
@@ -255,6 +263,8 @@ class World(Workload):
     def entered(self, machine: Any) -> None:
         """A machine has entered a phase: before it acts on it, something may go wrong."""
         op = self.identify(machine)
+        if op is not None and machine.phase is s.TargetPhase.ENDED:
+            self.ended_s[op.request_id] = self.kernel.now_s
         if op is None or machine.phase.name == "ENDED":
             return
         self.note(f"{row_of(machine.phase)} {op}")

@@ -1,0 +1,414 @@
+"""Programs with one mistake each, such as somebody would make: a world has to show every one of them.
+
+Each is applied to the real classes, `patch(owner, name, value)` being monkeypatch.setattr.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hurray_client import node as client_node
+from hurray_client.transfer import _Exchange
+from hurray_server import node as server_node
+from hurray_server.arena import Arena, ExtentState, TransferMemory
+from hurray_server.mover import Mover
+from hurray_server.mover_link import MoverLink
+from hurray_server.requests import Requests
+from hurray_server.service import Service
+from hurray_server.sessions import Sessions
+from hurray_server.store import Store, _Tombstone
+from hurray_server.transfers import GetTransfer, PutTransfer, Transfer
+from hurray_wire import dataplane
+from hurray_wire import payload as payloads
+from hurray_wire import session as s
+from hurray_wire.dataplane import DataPlane
+from hurray_wire.errors import KeyDeleted, KeyNotFound, KeyOverwritten, OutcomeUnknown
+
+Patch = Callable[[Any, str, Any], None]
+PLANTED: list[Callable[[Patch], None]] = []
+
+
+def planted(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
+    """One of them."""
+    PLANTED.append(plant)
+    return plant
+
+
+# --- what moves -------------------------------------------------------------------------------------------------------
+
+
+@planted
+def commits_before_checksums_are_compared(patch: Patch) -> None:
+    patch(
+        s.TargetSession,
+        "_verify",
+        lambda self, _chunk, _arrived: bool(
+            setattr(self, "verified_chunk_count", self.verified_chunk_count + 1) is None
+        ),
+    )
+
+
+@planted
+def compares_all_checksums_but_the_last(patch: Patch) -> None:
+    verify = s.TargetSession._verify
+
+    def _verify(self: Any, chunk: int, arrived: int) -> bool:
+        return verify(self, chunk, self._told[chunk] if chunk == self.chunk_count - 1 else arrived)
+
+    patch(s.TargetSession, "_verify", _verify)
+
+
+@planted
+def does_not_scrub(patch: Patch) -> None:
+    patch(payloads, "scrub", lambda *_: 0)
+
+
+@planted
+def counts_no_dirty_slots(patch: Patch) -> None:
+    scrub = payloads.scrub
+    patch(payloads, "scrub", lambda *arguments: 0 * scrub(*arguments))
+
+
+@planted
+def frees_memory_at_the_abort(patch: Patch) -> None:
+    patch(TransferMemory, "settling", lambda self: self._arena.free(self._transfer))
+
+
+@planted
+def has_no_quarantine(patch: Patch) -> None:
+    patch(TransferMemory, "settling", lambda self: None)
+
+
+@planted
+def releases_before_the_drain(patch: Patch) -> None:
+    fail = s.TargetSession._fail
+
+    def _fail(self: Any, error: Any) -> None:
+        fail(self, error)
+        if self.phase is s.TargetPhase.SETTLING:
+            self.phase = s.TargetPhase.ENDED
+            self._actions += [s.Release(), s.End(error)]
+
+    patch(s.TargetSession, "_fail", _fail)
+
+
+@planted
+def says_the_receipt_twice(patch: Patch) -> None:
+    committed = s.TargetSession._on_Committed
+
+    def _on_committed(self: Any, event: s.Committed) -> None:
+        committed(self, event)
+        self._actions.insert(1, s.TellReceipt(event.receipt))
+
+    patch(s.TargetSession, "_on_Committed", _on_committed)
+
+
+@planted
+def never_ends_a_drain(patch: Patch) -> None:
+    patch(s.TargetSession, "_on_DrainExpired", lambda self, _: None)
+
+
+@planted
+def source_waits_for_ever_for_its_sends(patch: Patch) -> None:
+    patch(s.SourceSession, "_on_DrainExpired", lambda self, _: None)
+
+
+@planted
+def keeps_no_time(patch: Patch) -> None:
+    begin = DataPlane._begin
+
+    def _begin(self: Any, transfer: Any) -> bool:
+        going = begin(self, transfer)
+        transfer.deadline = float("inf")
+        return going
+
+    patch(DataPlane, "_begin", _begin)
+
+
+@planted
+def reuses_staging_memory_too_soon(patch: Patch) -> None:
+    posted = s.SourceSession._on_ChunkPosted
+    send = DataPlane._send
+
+    def _send(self: Any, transfer: Any, chunk: Any) -> None:
+        send(self, transfer, chunk)
+        self._free_staging(transfer, chunk.index, sent=True)
+
+    patch(DataPlane, "_send", _send)
+    assert posted
+
+
+@planted
+def reports_an_unknown_outcome_as_a_failure(patch: Patch) -> None:
+    def _give_up_unknown(self: Any) -> None:
+        self.outcome = dataplane.PeerUnavailable("the target was lost", stage=self.phase.value)
+        self._settle()
+
+    patch(s.SourceSession, "_give_up_unknown", _give_up_unknown)
+
+
+@planted
+def takes_a_connection_of_another_life_for_its_own(patch: Patch) -> None:
+    def endpoint(self: Any) -> Any:
+        return self.link.endpoints.get(self.transport) if self.link is not None else None
+
+    patch(dataplane._Transfer, "endpoint", property(endpoint))
+
+
+@planted
+def lets_an_old_connections_end_touch_the_new_one(patch: Patch) -> None:
+    lose = DataPlane._lose_peer
+
+    def _lose_peer(self: Any, peer: int, error: Any, *, notify: bool) -> None:
+        lose(self, peer, error, notify=notify)
+        self._peers.clear()
+
+    patch(DataPlane, "_lose_peer", _lose_peer)
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
+
+
+@planted
+def forgets_to_release_the_claim(patch: Patch) -> None:
+    patch(Store, "abandon", lambda self, claim: None)
+
+
+@planted
+def forgets_the_pin_of_a_failed_get(patch: Patch) -> None:
+    settle = GetTransfer._settle
+    patch(GetTransfer, "_settle", lambda self: settle(self) if self.error is None else None)
+
+
+@planted
+def consumes_what_was_not_received(patch: Patch) -> None:
+    def _settle(self: Any) -> None:
+        if self._pin.consume:
+            self._node.store.consume(self._pin, self._node.now_s())
+        self._node.store.unpin(self._pin)
+
+    patch(GetTransfer, "_settle", _settle)
+
+
+@planted
+def frees_memory_under_its_readers(patch: Patch) -> None:
+    def _settle(self: Any, owner: int, extent: Any) -> None:
+        readers, extent.reader_count = extent.reader_count, 0
+        settle(self, owner, extent)
+        extent.reader_count = readers
+
+    settle = Arena._settle
+    patch(Arena, "_settle", _settle)
+    patch(Arena, "unpin", lambda self, owner: None)
+
+
+@planted
+def adds_up_wrong(patch: Patch) -> None:
+    def quarantine(self: Any, owner: int) -> None:
+        extent = self._extents.get(owner)
+        if extent is not None:
+            self._bytes[ExtentState.QUARANTINED] += extent.nbytes
+            extent.state = ExtentState.QUARANTINED
+
+    patch(Arena, "quarantine", quarantine)
+
+
+@planted
+def never_frees_what_is_gone(patch: Patch) -> None:
+    patch(MoverLink, "free", lambda self, snapshot: None)
+
+
+@planted
+def overwrites_unasked(patch: Patch) -> None:
+    claim = Store.claim
+    patch(Store, "claim", lambda self, key, *, overwrite, now_s: claim(self, key, overwrite=True, now_s=now_s))
+
+
+@planted
+def takes_the_old_away_before_the_new_is_there(patch: Patch) -> None:
+    claim = Store.claim
+
+    def early(self: Any, key: str, *, overwrite: bool, now_s: float) -> Any:
+        claimed = claim(self, key, overwrite=overwrite, now_s=now_s)
+        if overwrite and key in self._snapshots:
+            self._remove(key, KeyOverwritten, now_s)
+        return claimed
+
+    patch(Store, "claim", early)
+
+
+@planted
+def lets_two_transfers_to_one_key_run(patch: Patch) -> None:
+    claim = Store.claim
+
+    def twice(self: Any, key: str, *, overwrite: bool, now_s: float) -> Any:
+        self._claims.pop(key, None)
+        return claim(self, key, overwrite=overwrite, now_s=now_s)
+
+    patch(Store, "claim", twice)
+
+
+@planted
+def evicts_what_has_a_lease(patch: Patch) -> None:
+    claim = Store.claim
+
+    def evicting(self: Any, key: str, *, overwrite: bool, now_s: float) -> Any:
+        if len(self._snapshots) >= self._max_snapshots - 1 and key not in self._snapshots:
+            self._remove(next(iter(self._snapshots)), KeyDeleted, now_s)
+        return claim(self, key, overwrite=overwrite, now_s=now_s)
+
+    patch(Store, "claim", evicting)
+
+
+@planted
+def does_not_tell_why_a_key_is_gone(patch: Patch) -> None:
+    patch(Store, "_drop_tombstones", lambda self, now_s: self._tombstones.clear())
+
+
+@planted
+def says_deleted_where_it_was_overwritten(patch: Patch) -> None:
+    remove = Store._remove
+
+    def _remove(self: Any, key: str, reason: Any, now_s: float) -> None:
+        remove(self, key, KeyDeleted if reason is KeyOverwritten else reason, now_s)
+
+    patch(Store, "_remove", _remove)
+
+
+@planted
+def ends_a_renewed_lease_all_the_same(patch: Patch) -> None:
+    renew = Store.renew
+
+    def forgetful(self: Any, key: str, generation: int, *, lease_s: float, now_s: float) -> Any:
+        before = self._snapshots.get(key)
+        renewed = renew(self, key, generation, lease_s=lease_s, now_s=now_s)
+        self._snapshots[key] = before
+        return renewed
+
+    patch(Store, "renew", forgetful)
+
+
+@planted
+def shows_what_the_mover_has_lost(patch: Patch) -> None:
+    patch(Store, "lose_all", lambda self, now_s: 0)
+
+
+@planted
+def begins_generations_anew(patch: Patch) -> None:
+    patch(server_node, "generations_before", lambda _: 0)
+
+
+# --- who asks ---------------------------------------------------------------------------------------------------------
+
+
+@planted
+def runs_a_retry_beside_the_first(patch: Patch) -> None:
+    look_up = Requests.look_up
+
+    def blind(self: Any, tenant: str, request_id: str, digest: bytes, now_s: float) -> Any:
+        known = look_up(self, tenant, request_id, digest, now_s)
+        return None if type(known).__name__ == "Running" else known
+
+    def begin(self: Any, tenant: str, request_id: str, digest: bytes) -> Any:
+        self._running.pop((tenant, request_id), None)
+        return begun(self, tenant, request_id, digest)
+
+    begun = Requests.begin
+    patch(Requests, "look_up", blind)
+    patch(Requests, "begin", begin)
+
+
+@planted
+def forgets_receipts_at_once(patch: Patch) -> None:
+    succeed = Requests.succeed
+
+    def forgetful(self: Any, running: Any, receipt: Any, **times: float) -> None:
+        succeed(self, running, receipt, **times)
+        self._done.clear()
+
+    patch(Requests, "succeed", forgetful)
+
+
+@planted
+def gives_a_receipt_to_another_body(patch: Patch) -> None:
+    look_up = Requests.look_up
+
+    def lax(self: Any, tenant: str, request_id: str, digest: bytes, now_s: float) -> Any:
+        known = self._done.get((tenant, request_id)) or self._running.get((tenant, request_id))
+        return look_up(self, tenant, request_id, digest if known is None else known.digest, now_s)
+
+    patch(Requests, "look_up", lax)
+
+
+@planted
+def never_wakes_who_waits_for_the_first(patch: Patch) -> None:
+    def _end(self: Any, running: Any) -> None:
+        self._running.pop((running.tenant, running.request_id), None)
+
+    patch(Requests, "_end", _end)
+
+
+@planted
+def leaves_a_request_running_that_failed(patch: Patch) -> None:
+    patch(Requests, "fail", lambda self, running: None)
+
+
+@planted
+def gives_up_a_call_but_not_its_transfer(patch: Patch) -> None:
+    patch(Transfer, "stream_lost", lambda self: None)
+
+
+@planted
+def keeps_sessions_of_peers_that_are_gone(patch: Patch) -> None:
+    patch(Sessions, "lose", lambda self, incarnation, error: None)
+
+
+@planted
+def does_not_tell_the_transfers_that_the_mover_died(patch: Patch) -> None:
+    patch(PutTransfer, "on_mover_down", lambda self, error: None)
+
+
+@planted
+def lets_a_drain_wait_for_waiters(patch: Patch) -> None:
+    patch(server_node.Node, "on_drain", lambda self, notify: lambda: None)
+
+
+@planted
+def holds_no_committed_memory(patch: Patch) -> None:
+    commit = Mover._commit
+
+    def _commit(self: Any, transfer: int, result: Any) -> Any:
+        event = commit(self, transfer, result)
+        if isinstance(event, s.Committed):
+            self._arena.quarantine(transfer)
+        return event
+
+    patch(Mover, "_commit", _commit)
+
+
+@planted
+def client_takes_cancelled_for_an_outcome(patch: Patch) -> None:
+    def retrying(call: Any, retry_s: float, attempt: Any) -> Any:
+        try:
+            return attempt()
+        except OutcomeUnknown:
+            raise client_node.Cancelled("the call was cancelled", stage="cancel") from None
+        except client_node.TryAgain as again:
+            raise again.error from None
+
+    patch(client_node, "retrying", retrying)
+    import hurray_client.client
+
+    patch(hurray_client.client, "retrying", retrying)
+
+
+@planted
+def client_never_settles_a_stream(patch: Patch) -> None:
+    def finish(self: Any, settle_s: float = 0.0) -> None:
+        self._settle_alarm = self.node.alarms.after(1e6, self.cut)
+
+    patch(_Exchange, "finish", finish)
+
+
+_ = (_Tombstone, KeyNotFound, Service)
