@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hurray_client import client
 from hurray_client import node as client_node
 from hurray_client.transfer import _Exchange
 from hurray_server import node as server_node
@@ -15,41 +16,44 @@ from hurray_server.arena import Arena, ExtentState, TransferMemory
 from hurray_server.mover import Mover
 from hurray_server.mover_link import MoverLink
 from hurray_server.requests import Requests
-from hurray_server.service import Service
 from hurray_server.sessions import Sessions
-from hurray_server.store import Store, _Tombstone
+from hurray_server.store import Store
 from hurray_server.transfers import GetTransfer, PutTransfer, Transfer
 from hurray_wire import dataplane
 from hurray_wire import payload as payloads
 from hurray_wire import session as s
 from hurray_wire.dataplane import DataPlane
-from hurray_wire.errors import KeyDeleted, KeyNotFound, KeyOverwritten, OutcomeUnknown
+from hurray_wire.errors import KeyDeleted, KeyOverwritten, OutcomeUnknown
+from simulation.faults import Fault
 
 Patch = Callable[[Any, str, Any], None]
-PLANTED: list[Callable[[Patch], None]] = []
+Plant = Callable[[Patch], None]
+PLANTED: list[tuple[Plant, tuple[Fault, ...]]] = []
 
 
-def planted(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
-    """One of them."""
-    PLANTED.append(plant)
-    return plant
+def planted(*favoured: Fault) -> Callable[[Plant], Plant]:
+    """One of them, and the faults that show it, where only these do."""
+
+    def note(plant: Plant) -> Plant:
+        PLANTED.append((plant, favoured))
+        return plant
+
+    return note
 
 
 # --- what moves -------------------------------------------------------------------------------------------------------
 
 
-@planted
+@planted(Fault.BIT_FLIP)
 def commits_before_checksums_are_compared(patch: Patch) -> None:
-    patch(
-        s.TargetSession,
-        "_verify",
-        lambda self, _chunk, _arrived: bool(
-            setattr(self, "verified_chunk_count", self.verified_chunk_count + 1) is None
-        ),
-    )
+    def _verify(self: Any, _chunk: int, _arrived: int) -> bool:
+        self.verified_chunk_count += 1
+        return True
+
+    patch(s.TargetSession, "_verify", _verify)
 
 
-@planted
+@planted(Fault.BIT_FLIP, Fault.CHECKSUM_LIE)
 def compares_all_checksums_but_the_last(patch: Patch) -> None:
     verify = s.TargetSession._verify
 
@@ -59,28 +63,28 @@ def compares_all_checksums_but_the_last(patch: Patch) -> None:
     patch(s.TargetSession, "_verify", _verify)
 
 
-@planted
+@planted(Fault.DIRTY_SLOTS)
 def does_not_scrub(patch: Patch) -> None:
     patch(payloads, "scrub", lambda *_: 0)
 
 
-@planted
+@planted(Fault.DIRTY_SLOTS)
 def counts_no_dirty_slots(patch: Patch) -> None:
     scrub = payloads.scrub
     patch(payloads, "scrub", lambda *arguments: 0 * scrub(*arguments))
 
 
-@planted
+@planted()
 def frees_memory_at_the_abort(patch: Patch) -> None:
     patch(TransferMemory, "settling", lambda self: self._arena.free(self._transfer))
 
 
-@planted
+@planted()
 def has_no_quarantine(patch: Patch) -> None:
     patch(TransferMemory, "settling", lambda self: None)
 
 
-@planted
+@planted()
 def releases_before_the_drain(patch: Patch) -> None:
     fail = s.TargetSession._fail
 
@@ -93,7 +97,7 @@ def releases_before_the_drain(patch: Patch) -> None:
     patch(s.TargetSession, "_fail", _fail)
 
 
-@planted
+@planted()
 def says_the_receipt_twice(patch: Patch) -> None:
     committed = s.TargetSession._on_Committed
 
@@ -104,17 +108,12 @@ def says_the_receipt_twice(patch: Patch) -> None:
     patch(s.TargetSession, "_on_Committed", _on_committed)
 
 
-@planted
+@planted(Fault.CLIENT_FREEZES, Fault.PARTITION)
 def never_ends_a_drain(patch: Patch) -> None:
     patch(s.TargetSession, "_on_DrainExpired", lambda self, _: None)
 
 
-@planted
-def source_waits_for_ever_for_its_sends(patch: Patch) -> None:
-    patch(s.SourceSession, "_on_DrainExpired", lambda self, _: None)
-
-
-@planted
+@planted(Fault.LINK_STALLS)
 def keeps_no_time(patch: Patch) -> None:
     begin = DataPlane._begin
 
@@ -126,9 +125,8 @@ def keeps_no_time(patch: Patch) -> None:
     patch(DataPlane, "_begin", _begin)
 
 
-@planted
+@planted()
 def reuses_staging_memory_too_soon(patch: Patch) -> None:
-    posted = s.SourceSession._on_ChunkPosted
     send = DataPlane._send
 
     def _send(self: Any, transfer: Any, chunk: Any) -> None:
@@ -136,10 +134,9 @@ def reuses_staging_memory_too_soon(patch: Patch) -> None:
         self._free_staging(transfer, chunk.index, sent=True)
 
     patch(DataPlane, "_send", _send)
-    assert posted
 
 
-@planted
+@planted()
 def reports_an_unknown_outcome_as_a_failure(patch: Patch) -> None:
     def _give_up_unknown(self: Any) -> None:
         self.outcome = dataplane.PeerUnavailable("the target was lost", stage=self.phase.value)
@@ -148,15 +145,7 @@ def reports_an_unknown_outcome_as_a_failure(patch: Patch) -> None:
     patch(s.SourceSession, "_give_up_unknown", _give_up_unknown)
 
 
-@planted
-def takes_a_connection_of_another_life_for_its_own(patch: Patch) -> None:
-    def endpoint(self: Any) -> Any:
-        return self.link.endpoints.get(self.transport) if self.link is not None else None
-
-    patch(dataplane._Transfer, "endpoint", property(endpoint))
-
-
-@planted
+@planted()
 def lets_an_old_connections_end_touch_the_new_one(patch: Patch) -> None:
     lose = DataPlane._lose_peer
 
@@ -170,18 +159,18 @@ def lets_an_old_connections_end_touch_the_new_one(patch: Patch) -> None:
 # --- what is kept -----------------------------------------------------------------------------------------------------
 
 
-@planted
+@planted()
 def forgets_to_release_the_claim(patch: Patch) -> None:
     patch(Store, "abandon", lambda self, claim: None)
 
 
-@planted
+@planted()
 def forgets_the_pin_of_a_failed_get(patch: Patch) -> None:
     settle = GetTransfer._settle
     patch(GetTransfer, "_settle", lambda self: settle(self) if self.error is None else None)
 
 
-@planted
+@planted(Fault.CANCEL)
 def consumes_what_was_not_received(patch: Patch) -> None:
     def _settle(self: Any) -> None:
         if self._pin.consume:
@@ -191,7 +180,7 @@ def consumes_what_was_not_received(patch: Patch) -> None:
     patch(GetTransfer, "_settle", _settle)
 
 
-@planted
+@planted()
 def frees_memory_under_its_readers(patch: Patch) -> None:
     def _settle(self: Any, owner: int, extent: Any) -> None:
         readers, extent.reader_count = extent.reader_count, 0
@@ -203,7 +192,7 @@ def frees_memory_under_its_readers(patch: Patch) -> None:
     patch(Arena, "unpin", lambda self, owner: None)
 
 
-@planted
+@planted()
 def adds_up_wrong(patch: Patch) -> None:
     def quarantine(self: Any, owner: int) -> None:
         extent = self._extents.get(owner)
@@ -214,18 +203,18 @@ def adds_up_wrong(patch: Patch) -> None:
     patch(Arena, "quarantine", quarantine)
 
 
-@planted
+@planted()
 def never_frees_what_is_gone(patch: Patch) -> None:
     patch(MoverLink, "free", lambda self, snapshot: None)
 
 
-@planted
+@planted()
 def overwrites_unasked(patch: Patch) -> None:
     claim = Store.claim
     patch(Store, "claim", lambda self, key, *, overwrite, now_s: claim(self, key, overwrite=True, now_s=now_s))
 
 
-@planted
+@planted()
 def takes_the_old_away_before_the_new_is_there(patch: Patch) -> None:
     claim = Store.claim
 
@@ -238,7 +227,7 @@ def takes_the_old_away_before_the_new_is_there(patch: Patch) -> None:
     patch(Store, "claim", early)
 
 
-@planted
+@planted()
 def lets_two_transfers_to_one_key_run(patch: Patch) -> None:
     claim = Store.claim
 
@@ -249,7 +238,7 @@ def lets_two_transfers_to_one_key_run(patch: Patch) -> None:
     patch(Store, "claim", twice)
 
 
-@planted
+@planted()
 def evicts_what_has_a_lease(patch: Patch) -> None:
     claim = Store.claim
 
@@ -261,12 +250,12 @@ def evicts_what_has_a_lease(patch: Patch) -> None:
     patch(Store, "claim", evicting)
 
 
-@planted
+@planted()
 def does_not_tell_why_a_key_is_gone(patch: Patch) -> None:
     patch(Store, "_drop_tombstones", lambda self, now_s: self._tombstones.clear())
 
 
-@planted
+@planted()
 def says_deleted_where_it_was_overwritten(patch: Patch) -> None:
     remove = Store._remove
 
@@ -276,7 +265,7 @@ def says_deleted_where_it_was_overwritten(patch: Patch) -> None:
     patch(Store, "_remove", _remove)
 
 
-@planted
+@planted(Fault.KEY_RENEWED)
 def ends_a_renewed_lease_all_the_same(patch: Patch) -> None:
     renew = Store.renew
 
@@ -289,12 +278,12 @@ def ends_a_renewed_lease_all_the_same(patch: Patch) -> None:
     patch(Store, "renew", forgetful)
 
 
-@planted
+@planted()
 def shows_what_the_mover_has_lost(patch: Patch) -> None:
     patch(Store, "lose_all", lambda self, now_s: 0)
 
 
-@planted
+@planted()
 def begins_generations_anew(patch: Patch) -> None:
     patch(server_node, "generations_before", lambda _: 0)
 
@@ -302,7 +291,7 @@ def begins_generations_anew(patch: Patch) -> None:
 # --- who asks ---------------------------------------------------------------------------------------------------------
 
 
-@planted
+@planted(Fault.RETRY_SAME)
 def runs_a_retry_beside_the_first(patch: Patch) -> None:
     look_up = Requests.look_up
 
@@ -319,7 +308,7 @@ def runs_a_retry_beside_the_first(patch: Patch) -> None:
     patch(Requests, "begin", begin)
 
 
-@planted
+@planted()
 def forgets_receipts_at_once(patch: Patch) -> None:
     succeed = Requests.succeed
 
@@ -330,7 +319,7 @@ def forgets_receipts_at_once(patch: Patch) -> None:
     patch(Requests, "succeed", forgetful)
 
 
-@planted
+@planted()
 def gives_a_receipt_to_another_body(patch: Patch) -> None:
     look_up = Requests.look_up
 
@@ -341,7 +330,7 @@ def gives_a_receipt_to_another_body(patch: Patch) -> None:
     patch(Requests, "look_up", lax)
 
 
-@planted
+@planted(Fault.RETRY_SAME)
 def never_wakes_who_waits_for_the_first(patch: Patch) -> None:
     def _end(self: Any, running: Any) -> None:
         self._running.pop((running.tenant, running.request_id), None)
@@ -349,32 +338,27 @@ def never_wakes_who_waits_for_the_first(patch: Patch) -> None:
     patch(Requests, "_end", _end)
 
 
-@planted
+@planted()
 def leaves_a_request_running_that_failed(patch: Patch) -> None:
     patch(Requests, "fail", lambda self, running: None)
 
 
-@planted
+@planted(Fault.STREAM_RESET)
 def gives_up_a_call_but_not_its_transfer(patch: Patch) -> None:
     patch(Transfer, "stream_lost", lambda self: None)
 
 
-@planted
+@planted(Fault.LINK_CUT)
 def keeps_sessions_of_peers_that_are_gone(patch: Patch) -> None:
     patch(Sessions, "lose", lambda self, incarnation, error: None)
 
 
-@planted
+@planted()
 def does_not_tell_the_transfers_that_the_mover_died(patch: Patch) -> None:
     patch(PutTransfer, "on_mover_down", lambda self, error: None)
 
 
-@planted
-def lets_a_drain_wait_for_waiters(patch: Patch) -> None:
-    patch(server_node.Node, "on_drain", lambda self, notify: lambda: None)
-
-
-@planted
+@planted()
 def holds_no_committed_memory(patch: Patch) -> None:
     commit = Mover._commit
 
@@ -387,7 +371,7 @@ def holds_no_committed_memory(patch: Patch) -> None:
     patch(Mover, "_commit", _commit)
 
 
-@planted
+@planted(Fault.STREAM_RESET, Fault.CANCEL)
 def client_takes_cancelled_for_an_outcome(patch: Patch) -> None:
     def retrying(call: Any, retry_s: float, attempt: Any) -> Any:
         try:
@@ -398,17 +382,12 @@ def client_takes_cancelled_for_an_outcome(patch: Patch) -> None:
             raise again.error from None
 
     patch(client_node, "retrying", retrying)
-    import hurray_client.client
-
-    patch(hurray_client.client, "retrying", retrying)
+    patch(client, "retrying", retrying)
 
 
-@planted
+@planted(Fault.CANCEL, Fault.PARTITION)
 def client_never_settles_a_stream(patch: Patch) -> None:
     def finish(self: Any, settle_s: float = 0.0) -> None:
         self._settle_alarm = self.node.alarms.after(1e6, self.cut)
 
     patch(_Exchange, "finish", finish)
-
-
-_ = (_Tombstone, KeyNotFound, Service)

@@ -46,7 +46,7 @@ FORGET_S = 3700.0
 
 
 class World(Workload):
-    """See the module. `transfers`: how many puts and gets are made in storms. `favoured`: faults thrown in more often."""
+    """See the module. `transfers`: puts and gets made in storms. `favoured`: faults that are thrown in more often."""
 
     def __init__(
         self,
