@@ -81,6 +81,8 @@ class Mover:
         self._config = config
         self._report = report
         self._running: dict[int, _Running] = {}
+        self._opening = threading.Lock()
+        """Held from the order to connect until its answer is bound to be reported: no loss is reported before that."""
         self._arena = Arena(config.arena_bytes, on_change=self._report_usage)
         self._pins = Pins()
         self._plane = DataPlane(_makers(config.transports), on_peer_lost=self._peer_lost)
@@ -179,10 +181,12 @@ class Mover:
         except HurrayError as error:
             self._report(mpb.MoverReport(peer_opened=mpb.PeerOpened(peer=order.peer, error=to_status(error))))
             return
-        self._plane.open_peer(order.peer, parameters).add_done_callback(opened)
+        with self._opening:
+            self._plane.open_peer(order.peer, parameters).add_done_callback(opened)
 
     def _peer_lost(self, peer: int, error: HurrayError) -> None:
-        self._report(mpb.MoverReport(peer_lost=mpb.PeerLost(peer=peer, error=to_status(error))))
+        with self._opening:
+            self._report(mpb.MoverReport(peer_lost=mpb.PeerLost(peer=peer, error=to_status(error))))
 
     # --- transfers ------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ fault is thrown in while a transfer is in a row, and counted there; so every pai
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
@@ -110,9 +111,14 @@ class Coverage:
     def __init__(self) -> None:
         self.hits: Counter[tuple[str, Fault]] = Counter()
 
-    def least(self) -> int:
-        """Of the pairs that can come about."""
-        return min(self.hits[pair] for pair in PAIRS)
+    def is_behind(self, row: str, times: float) -> bool:
+        """Whether the pairs of a row were met less often, on average: what one was met above that counts for none."""
+        pairs = [pair for pair in PAIRS if pair[0] == row]
+        return sum(min(self.hits[pair], math.ceil(times)) for pair in pairs) < times * len(pairs)
+
+    def least(self, row: str | None = None) -> int:
+        """Of the pairs that can come about, in one row or all."""
+        return min(self.hits[pair] for pair in PAIRS if row in (None, pair[0]))
 
     def missing(self, times: int) -> list[tuple[str, Fault]]:
         """Pairs that were met less often."""

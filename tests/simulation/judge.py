@@ -186,9 +186,10 @@ class Judge(Payloads):
         """Every stage has its end: budgets, drains, and streams that broke."""
         now_s = self.kernel.now_s
         for plane in self.planes:
-            if plane.process.frozen or plane.process.frozen_s or not plane.process.alive:
+            process, mover = plane.process, plane.process.link
+            orphan = mover is not None and not mover.process.alive  # it has 3 s to end by itself
+            if process.frozen or process.frozen_s or not process.alive or orphan:
                 continue
-            mover = plane.process.link
             for number, transfer in plane._transfers.items():
                 phase, who = transfer.machine.phase, f"transfer {number} of {plane.process.name}"
                 if transfer.drain_at is not None:
@@ -200,6 +201,21 @@ class Judge(Payloads):
                 broken_s = None if context is None else context.broken_s
                 if transfer.drain_at is None and broken_s is not None and now_s > broken_s + 0.5:
                     self.fail(f"{who} is in {phase.name}, its stream broke at {broken_s:.3f}")
+
+        for server in self.network.servers.values():
+            for context in server.contexts:
+                self._check_wait(server, context)
+
+    def _check_wait(self, server: Any, context: Any) -> None:
+        """Who waits for another attempt of its request waits no longer than that runs."""
+        op, heard_s = context.op, context.heard_s
+        ended_s = None if op is None else self.ended_s.get(op.request_id)
+        if context.method != "Put" or ended_s is None or heard_s is None or not heard_s < ended_s:
+            return
+        requests = server.process.node.requests
+        began = context in self.contexts.values() or ("local", op.request_id) in requests._running
+        if not began and self.kernel.now_s > ended_s + 1.0:
+            self.fail(f"{op} waits for an attempt that was over at {ended_s:.3f}")
 
     def request_id(self) -> str:
         """Of the call whose handler runs."""
@@ -360,10 +376,6 @@ class Judge(Payloads):
         staged = isinstance(error, DeadlineExceeded | OutcomeUnknown)
         if op.kind in ("put", "get") and staged and error.stage is None:
             self.fail(f"{op}: {error} names no stage")
-        if kind is DeadlineExceeded and not op.faults and not any(isinstance(m, s.TargetSession) for m in op.machines):
-            ended_s = self.ended_s.get(op.request_id)
-            if ended_s is not None and op.began_s < ended_s < self.kernel.now_s - 3.0:
-                self.fail(f"{op} waited for an attempt that was over at {ended_s:.3f}")
         if kind in EXPECTED[op.kind] or (kind is GeometryMismatch and op.landing is not None):
             return  # the key holds another snapshot by now than the caches were made for
         # A repetition waits for the outcome of what runs, or runs on with it: what met one has met them all.

@@ -44,6 +44,8 @@ class Process:
         self.on_death: list[Callable[[], None]] = []
         self.link: Any = None
         """Of a mover: the daemon's end of it."""
+        self.node: Any = None
+        """Of a daemon: its state."""
         self._held: list[tuple[Thread, int, bool]] = []
         self._froze_at = 0.0
 

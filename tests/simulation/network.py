@@ -296,6 +296,9 @@ class Context:
     def __init__(self, call: Call, server: Server, handler: Any) -> None:
         self._call = call
         self.op = call.op
+        self.method = call.method
+        self.heard_s: float | None = None
+        """When the first message was read."""
         self._handler = handler
         self._kernel = call.kernel
         self._server = server
@@ -322,6 +325,8 @@ class Context:
         if data is None:
             return grpc.aio.EOF  # type: ignore[attr-defined]
         self._inbox.popleft()
+        if self.heard_s is None:
+            self.heard_s = self._kernel.now_s
         return self._handler.request_deserializer(data)
 
     async def write(self, message: Any) -> None:

@@ -178,7 +178,7 @@ class NodeHost:
         self.daemon: Daemon | None = None
         self._task: asyncio.Task[None] | None = None
         self.starts = 0
-        self.nodes: deque[Any] = deque(maxlen=3)
+        self.nodes: deque[Any] = deque(maxlen=16)
         """The last ones, the newest first."""
 
     @property
@@ -199,6 +199,7 @@ class NodeHost:
         self.process = Process(f"{self.target}#{self.starts}")
         with kernel.within(self.process):
             self.daemon = Daemon(self.config)
+            self.process.node = self.daemon._node
             self.world.add_node(self.daemon._node, self)
             self.nodes.appendleft(self.daemon._node)
             self._task = kernel.loop.create_task(self._run(self.daemon, self.process))

@@ -180,16 +180,18 @@ def consumes_what_was_not_received(patch: Patch) -> None:
     patch(GetTransfer, "_settle", _settle)
 
 
-@planted()
+@planted(Fault.KEY_DELETED, Fault.KEY_EXPIRES)
 def frees_memory_under_its_readers(patch: Patch) -> None:
-    def _settle(self: Any, owner: int, extent: Any) -> None:
-        readers, extent.reader_count = extent.reader_count, 0
-        settle(self, owner, extent)
-        extent.reader_count = readers
-
-    settle = Arena._settle
-    patch(Arena, "_settle", _settle)
     patch(Arena, "unpin", lambda self, owner: None)
+    pin = Arena.pin
+
+    def blind(self: Any, owner: int) -> Any:
+        bytes_ = pin(self, owner)
+        if bytes_ is not None:
+            self._extents[owner].reader_count -= 1
+        return bytes_
+
+    patch(Arena, "pin", blind)
 
 
 @planted()
@@ -243,7 +245,7 @@ def evicts_what_has_a_lease(patch: Patch) -> None:
     claim = Store.claim
 
     def evicting(self: Any, key: str, *, overwrite: bool, now_s: float) -> Any:
-        if len(self._snapshots) >= self._max_snapshots - 1 and key not in self._snapshots:
+        if len(self._snapshots) >= 3 and key not in self._snapshots:
             self._remove(next(iter(self._snapshots)), KeyDeleted, now_s)
         return claim(self, key, overwrite=overwrite, now_s=now_s)
 
@@ -255,7 +257,7 @@ def does_not_tell_why_a_key_is_gone(patch: Patch) -> None:
     patch(Store, "_drop_tombstones", lambda self, now_s: self._tombstones.clear())
 
 
-@planted()
+@planted(Fault.KEY_OVERWRITTEN)
 def says_deleted_where_it_was_overwritten(patch: Patch) -> None:
     remove = Store._remove
 
@@ -283,7 +285,7 @@ def shows_what_the_mover_has_lost(patch: Patch) -> None:
     patch(Store, "lose_all", lambda self, now_s: 0)
 
 
-@planted()
+@planted(Fault.NODE_DIES)
 def begins_generations_anew(patch: Patch) -> None:
     patch(server_node, "generations_before", lambda _: 0)
 
@@ -308,7 +310,7 @@ def runs_a_retry_beside_the_first(patch: Patch) -> None:
     patch(Requests, "begin", begin)
 
 
-@planted()
+@planted(Fault.RETRY_SAME)
 def forgets_receipts_at_once(patch: Patch) -> None:
     succeed = Requests.succeed
 
@@ -319,7 +321,7 @@ def forgets_receipts_at_once(patch: Patch) -> None:
     patch(Requests, "succeed", forgetful)
 
 
-@planted()
+@planted(Fault.RETRY_OTHER)
 def gives_a_receipt_to_another_body(patch: Patch) -> None:
     look_up = Requests.look_up
 
@@ -348,7 +350,7 @@ def gives_up_a_call_but_not_its_transfer(patch: Patch) -> None:
     patch(Transfer, "stream_lost", lambda self: None)
 
 
-@planted(Fault.LINK_CUT)
+@planted(Fault.LINK_CUT, Fault.MOVER_DIES)
 def keeps_sessions_of_peers_that_are_gone(patch: Patch) -> None:
     patch(Sessions, "lose", lambda self, incarnation, error: None)
 

@@ -26,7 +26,7 @@ class Registry:
         self.random = self.kernel.random
         self.network = Network(self.kernel)
         self.fabric = MemoryFabric()
-        self.eager_max_bytes = self.random.choice((0, 1000, 4096, 8191))
+        self.eager_max_bytes = self.random.choice((0, 1000, 2000, 4095))
         self.transports: list[SimulatedTransport] = []
         self.movers: dict[Process, Any] = {}
         self.planes: list[Any] = []

@@ -30,14 +30,12 @@ STORM_LIMIT_S = 300.0
 REST_S = 14.0
 """How long everything may take to come to rest: no call runs any more, so only drains and supervision are left."""
 
-CHANCE = {
-    OPENING: 0.12,
-    "source CANCELLING": 0.6,
-    "source SETTLING": 0.5,
-    "source DELIVERED": 0.15,
-    "target SETTLING": 0.5,
-}
-CHANCE_ELSE = 0.12
+HITS_PER_TRANSFER = 27 / 9000
+"""Of each pair: what is aimed at."""
+
+CHANCE_BEHIND, CHANCE_AHEAD = 0.8, 0.02
+"""That a fault is thrown in where a transfer is, in rows that are behind that, and in others."""
+
 CALM_SHARE = 0.2
 """Transfers of a storm that nothing is aimed at."""
 
@@ -273,7 +271,8 @@ class World(Workload):
         self._maybe_throw(op, row_of(machine.phase), machine)
 
     def _maybe_throw(self, op: Op, row: str, machine: Any) -> None:
-        if self.random.random() > CHANCE.get(row, CHANCE_ELSE):
+        behind = self.coverage.is_behind(row, self.begun * HITS_PER_TRANSFER)
+        if self.random.random() > (CHANCE_BEHIND if behind else CHANCE_AHEAD):
             return
         fault = self.injector.choose(op, row)
         if fault is None:
