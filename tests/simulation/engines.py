@@ -11,7 +11,6 @@ from hurray_client.client import Client
 from hurray_client.config import ClientConfig
 from hurray_client.plane import LocalDataPlane
 from hurray_wire.errors import HurrayError
-from hurray_wire.transport.ucx import UcxConfig
 from simulation.content import Content, Landing
 from simulation.faults import Fault
 from simulation.kernel import Process, Thread
@@ -95,14 +94,14 @@ class Engine:
         self.process.on_death.append(self._on_death)
         self.clients = {}
         self.config = ClientConfig(
-            ucx=UcxConfig(),
+            transports=("tcp",),
             chunk_bytes=self.world.chunk_bytes,
             window=kernel.random.randrange(1, 5),
             retry_s=2.0,
             connect_timeout_s=3.0,
         )
         with kernel.within(self.process):
-            self.plane = LocalDataPlane(self.config, make_transport=self.world.make_transport)
+            self.plane = LocalDataPlane(self.config)
             for number in range(self.worker_count):
                 Thread(kernel, self._work, f"worker-{number}").start()
 

@@ -367,8 +367,8 @@ def _rogue_requests(kind: str, call: Any) -> list[bytes]:
         ]
     targets = [
         pb.TargetMessage(receipt=pb.Receipt(key="forged")),
-        pb.TargetMessage(accept=pb.Accept(transfer=1 << 39, transport="memory", window=4)),
-        pb.TargetMessage(accept=pb.Accept(transfer=1 << 50, transport="memory", window=4)),
+        pb.TargetMessage(accept=pb.Accept(transfer=1 << 39, transport="tcp", window=4)),
+        pb.TargetMessage(accept=pb.Accept(transfer=1 << 50, transport="tcp", window=4)),
         pb.TargetMessage(accept=pb.Accept(transfer=1, transport="none", window=4)),
         pb.TargetMessage(stop=stop),
         pb.TargetMessage(),
@@ -384,8 +384,8 @@ def _rogue_answers(kind: str, random: Any) -> list[bytes]:
     if kind == "put":
         targets = [
             pb.TargetMessage(receipt=pb.Receipt(key="forged")),
-            pb.TargetMessage(accept=pb.Accept(transfer=(1 << 39) + 1, transport="memory", window=0)),
-            pb.TargetMessage(accept=pb.Accept(transfer=(1 << 39) + 2, transport="memory", window=3)),
+            pb.TargetMessage(accept=pb.Accept(transfer=(1 << 39) + 1, transport="tcp", window=0)),
+            pb.TargetMessage(accept=pb.Accept(transfer=(1 << 39) + 2, transport="tcp", window=3)),
             pb.TargetMessage(accept=pb.Accept(transfer=1, transport="none", window=4)),
             pb.TargetMessage(stop=stop),
             pb.TargetMessage(),

@@ -251,7 +251,7 @@ class Judge(Payloads):
             self.fail(f"{host.target} at rest holds memory {owners}, its snapshots are {held}")
         if any(extent.reader_count for extent in mover._arena._extents.values()):
             self.fail(f"{host.target} at rest has readers in its arena")
-        sessions = {session.incarnation for session in node.sessions._sessions.values() if session.is_open}
+        sessions = {session.peer for session in node.sessions._sessions.values() if session.is_open}
         if sessions != set(mover._plane._peers):
             self.fail(f"{host.target} at rest has sessions {sessions}, its mover peers {set(mover._plane._peers)}")
 

@@ -442,7 +442,7 @@ class Poll:
             left_s = None if until_s is None else until_s - kernel.now_s
             if left_s is not None and left_s <= 0:
                 return []
-            waiters = [thing.pollers for thing in self._registered]
+            waiters = [thing.pollers for thing in self._registered] or [Waiters(kernel)]
             for other in waiters[1:]:
                 other._threads.append(kernel.current)  # type: ignore[arg-type]
             try:

@@ -97,14 +97,16 @@ def table(world: World) -> list[tuple[str, str, Any]]:
             {
                 "threading": threading,
                 "gc": _Nothing(),
-                "UcxTransport": lambda _config: world.make_transport(),
-                "loaded_ucx": lambda: {"version": "none", "path": "none", "transports": "none"},
+                "TcpTransport": lambda _config: world.make_transport(),
                 "Mover": nodes.SimulatedMover,
                 "DataPlane": nodes.SimulatedDataPlane,
                 "TransferMemory": world.transfer_memory,
                 "ImageSource": world.image_source,
             },
         ),
+        ("hurray_server.pins", {"threading": threading, "select": select}),
+        ("hurray_server.sessions", {"uuid": uuid}),
+        ("hurray_server.rpc", {"uuid": uuid}),
         ("hurray_server.framing", {"threading": threading, "select": select}),
         (
             "hurray_server.node",
@@ -117,7 +119,7 @@ def table(world: World) -> list[tuple[str, str, Any]]:
             },
         ),
         ("hurray_server.transfers", {"time": time}),
-        ("hurray_server.service", {"uuid": uuid, "version": lambda _name: "0"}),  # it reads the installation
+        ("hurray_server.service", {"version": lambda _name: "0"}),  # it reads the installation
         ("hurray_server.daemon", {"grpc": grpc_, "print": lambda *_args, **_options: None}),
         (
             "hurray_client.client",
@@ -134,14 +136,21 @@ def table(world: World) -> list[tuple[str, str, Any]]:
                 "SimpleQueue": queue,
             },
         ),
+        ("hurray_client.channel", {"threading": threading, "time": time, "grpc": grpc_}),
         ("hurray_client.call", {"threading": threading, "time": time}),
+        ("hurray_client.stream", {"threading": threading, "SimpleQueue": queue}),
         (
             "hurray_client.transfer",
             {"threading": threading, "uuid": uuid, "SimpleQueue": queue, "SnapshotSource": world.snapshot_source},
         ),
         (
             "hurray_client.plane",
-            {"threading": threading, "atexit": _Nothing(), "DataPlane": nodes.SimulatedDataPlane},
+            {
+                "threading": threading,
+                "atexit": _Nothing(),
+                "DataPlane": nodes.SimulatedDataPlane,
+                "TcpTransport": lambda _config: world.make_transport(),
+            },
         ),
         ("hurray_client.progress", {"threading": threading}),
     ]

@@ -34,13 +34,13 @@ class Payloads(Registry):
             op.soiled.append(0)
         return _SpoiledSnapshot(self, op, prepared, plan)
 
-    def image_source(self, plan: ImagePlan, image: Any, on_release: Callable[[], None]) -> ImageSource:
+    def image_source(self, plan: ImagePlan, image: Any, on_release: Callable[[], None], shown: Any) -> ImageSource:
         """Stands for ImageSource."""
-        return _SpoiledImage(self, plan, image, on_release)
+        return _SpoiledImage(self, plan, image, on_release, shown)
 
-    def transfer_memory(self, arena: Any, number: int) -> TransferMemory:
+    def transfer_memory(self, arena: Any, number: int, tenant: int) -> TransferMemory:
         """Stands for TransferMemory."""
-        return _Memory(self, arena, number)
+        return _Memory(self, arena, number, tenant)
 
     def take_lie(self) -> int:
         """What is wrong with the checksum that is computed now."""
@@ -67,8 +67,8 @@ class _SpoiledSnapshot(SnapshotSource):
 
 
 class _SpoiledImage(ImageSource):
-    def __init__(self, world: Payloads, plan: ImagePlan, image: Any, on_release: Callable[[], None]) -> None:
-        super().__init__(plan, image, on_release)
+    def __init__(self, world: Payloads, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._world = world
 
     def stage(self, chunk: Any, take_staging: Any) -> Any:
@@ -80,8 +80,8 @@ class _SpoiledImage(ImageSource):
 class _Memory(TransferMemory):
     """May find the arena full."""
 
-    def __init__(self, world: Payloads, arena: Any, number: int) -> None:
-        super().__init__(arena, number)
+    def __init__(self, world: Payloads, arena: Any, number: int, tenant: int) -> None:
+        super().__init__(arena, number, tenant)
         self._op = world.node_transfers.get((world.kernel.process.link, number))
 
     def reserve(self, nbytes: int) -> Any:

@@ -5,14 +5,17 @@ under way arrives or does not. It also sees every write, and holds it against th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from hurray_wire.transport.memory import MemoryFabric, MemoryTransport, _Loss, _Message, _Operation
 from simulation.kernel import Kernel, Process
 
 
 class SimulatedTransport(MemoryTransport):
-    """`on_land(transport, message, receive)` is told of every message before it is written to its receive."""
+    """`on_land(transport, message, receive)` is told of every message before it is written to its receive. It goes by
+    the name of a transport that programs know."""
+
+    kind: ClassVar[str] = "tcp"
 
     def __init__(
         self,

@@ -66,6 +66,7 @@ class World(Workload):
         return Config(
             listen=f"127.0.0.1:{port}",
             node=f"node-{port}",
+            transports=("tcp",),
             drain_s=1.0,
             arena=ArenaConfig(bytes=1 << 20, prefault=False),  # type: ignore[arg-type]
             leases=LeaseConfig(default_s=5.0, max_s=60.0),
