@@ -31,6 +31,7 @@ from hurray_wire.errors import (
     HurrayError,
     InvalidRequest,
     KeyNotFound,
+    PeerUnavailable,
     ProtocolViolation,
 )
 from hurray_wire.image import align
