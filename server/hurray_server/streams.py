@@ -103,6 +103,10 @@ class TransferStream:
 
     async def _first(self) -> Any:
         try:
+            self._servicer.callers.principal(self._context)
+        except HurrayError as error:
+            return error
+        try:
             async with asyncio.timeout(FIRST_MESSAGE_S):
                 first = await self._firsts.get()
         except TimeoutError:
@@ -112,6 +116,8 @@ class TransferStream:
         return ProtocolViolation("the stream ended before its first message") if first is None else first
 
     async def _next(self) -> Any:
+        if self._node.draining:
+            return None
         try:
             async with asyncio.timeout(FIRST_MESSAGE_S):
                 return await self._firsts.get()
