@@ -379,6 +379,8 @@ class ViewTarget:
         assert self._live is not None
         assert self._view.memory is not None
         for tensor, descriptor in enumerate(self.plan.descriptors):
+            if len(descriptor.buffers) == 3:
+                continue
             for number, handle in enumerate(descriptor.buffers[3:], 3):
                 offset = self.plan.buffer_offsets[tensor][number]
                 copy = _allocated(self._allocate, handle.byte_size)

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,16 @@ from .validate import (
     check_pool,
     check_structure,
     read_structure,
+)
+
+_FITTED: Final = (
+    "page_size",
+    "num_pages",
+    "num_seqs",
+    "total_tokens",
+    "total_logical_pages",
+    "block_table_index_type",
+    "page_pool",
 )
 
 
@@ -97,8 +107,7 @@ class KVSnapshot:
         to the snapshot.
         """
         check_roles([(tensor.layer_index, tensor.role) for tensor in tensors])
-        for tensor in tensors:
-            _check_fit(tensor, structure)
+        _check_fit(tensors, structure)
         self._tensors = tuple(
             sorted(map(_with_rows, tensors), key=lambda item: (item.layer_index or 0, item.descriptor.kv_role))
         )
@@ -307,25 +316,38 @@ def _check_meaning(cache: DeclaredCache, element_type: object) -> None:
         )
 
 
-def _check_fit(tensor: KVTensor, structure: BlockStructure) -> None:
-    descriptor = tensor.descriptor
-    for field, offered, required in (
-        ("page_size", descriptor.page_size, structure.page_size),
-        ("num_pages", descriptor.num_pages, structure.num_pages),
-        ("num_seqs", descriptor.num_seqs, structure.num_seqs),
-        ("total_tokens", descriptor.total_tokens, structure.total_tokens),
-        ("total_logical_pages", descriptor.total_logical_pages, structure.total_logical_pages),
-        ("block_table_index_type", descriptor.index_width_bytes, structure.block_table.dtype.itemsize),
-        ("page_pool", tensor.page_pool.nbytes, descriptor.page_pool_bytes),
-    ):
-        if offered != required:
-            raise InvalidSnapshot(
-                f"{tensor.name} does not fit the block structure",
-                field=field,
-                tensor=tensor.name,
-                offered=offered,
-                required=required,
-            )
+def _check_fit(tensors: Sequence[KVTensor], structure: BlockStructure) -> None:
+    required = (
+        structure.page_size,
+        structure.num_pages,
+        structure.num_seqs,
+        structure.total_tokens,
+        structure.total_logical_pages,
+        structure.block_table.dtype.itemsize,
+    )
+    for tensor in tensors:
+        descriptor = tensor.descriptor
+        offered = (
+            descriptor.page_size,
+            descriptor.num_pages,
+            descriptor.num_seqs,
+            descriptor.total_tokens,
+            descriptor.total_logical_pages,
+            descriptor.index_width_bytes,
+        )
+        if offered != required or tensor.page_pool.nbytes != descriptor.page_pool_bytes:
+            _refuse_misfit(tensor, (*offered, tensor.page_pool.nbytes), (*required, descriptor.page_pool_bytes))
+
+
+def _refuse_misfit(tensor: KVTensor, offered: Sequence[int], required: Sequence[int]) -> NoReturn:
+    field = next(number for number, pair in enumerate(zip(offered, required, strict=True)) if pair[0] != pair[1])
+    raise InvalidSnapshot(
+        f"{tensor.name} does not fit the block structure",
+        field=_FITTED[field],
+        tensor=tensor.name,
+        offered=offered[field],
+        required=required[field],
+    )
 
 
 def _with_rows(tensor: KVTensor) -> KVTensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Final, cast
@@ -60,6 +61,7 @@ from hurray_wire.snapshot import KVSnapshot, KVTensor
 from hurray_wire.status import from_status, to_status
 from hurray_wire.transport.settings import SHOWING
 from hurray_wire.v1 import transfer_pb2 as pb
+from hurray_wire.validate import BlockStructure
 
 EAGER_BYTES: Final = 64 << 10
 """A snapshot up to this size is staged before it is offered, and its checksums go with the offer."""
@@ -75,9 +77,9 @@ class ReceivedSnapshot(KVSnapshot):
     receipt: Receipt
 
     @classmethod
-    def of(cls, snapshot: KVSnapshot, receipt: Receipt) -> ReceivedSnapshot:
-        """The same tensors, with the receipt."""
-        received = cls(snapshot.tensors, snapshot.structure)
+    def of(cls, tensors: Sequence[KVTensor], structure: BlockStructure, receipt: Receipt) -> ReceivedSnapshot:
+        """Of what the receipt is for."""
+        received = cls(tensors, structure)
         received.receipt = receipt
         return received
 
@@ -293,7 +295,7 @@ def get_once(node: Node, call: Call, order: GetOrder) -> ReceivedSnapshot:
             landing.explain(ended.error)
         _raise_if_failed(exchange, ended)
     receipt = replace(Receipt.from_proto(ended.receipt), node=session.info.node)
-    return ReceivedSnapshot.of(landing.snapshot(), receipt)
+    return landing.snapshot(receipt)
 
 
 def _raise_if_failed(exchange: Exchange, ended: Ended) -> None:
@@ -363,18 +365,19 @@ class _Landing:
         else:
             self.payload = ImageTarget(plan, counts, OwnMemory(aligned_empty))
 
-    def snapshot(self) -> KVSnapshot:
+    def snapshot(self, receipt: Receipt) -> ReceivedSnapshot:
         """What has arrived. After the commit."""
         payload = self.payload
         if self._destination is not None:
-            return self._destination.snapshot()
+            placed = self._destination.snapshot()
+            return ReceivedSnapshot.of(placed.tensors, placed.structure, receipt)
         assert not isinstance(payload, ScatterTarget)
         assert payload.structure is not None
         tensors = [
             KVTensor(descriptor, payload.buffer(number, 0), tuple(payload.buffers(number)[3:]))
             for number, descriptor in enumerate(payload.summary().descriptors)
         ]
-        return KVSnapshot(tensors, payload.structure)
+        return ReceivedSnapshot.of(tensors, payload.structure, receipt)
 
     def explain(self, error: HurrayError) -> None:
         """Add to the error of a failed get which pages of the caller it has cost."""
