@@ -194,7 +194,7 @@ def running_daemon(
                 process.kill()
                 process.wait(STOP_S)
                 for mover in movers:
-                    eventually(lambda mover=mover: state(mover) in (None, "Z"), 5, "the mover outlives its daemon")
+                    eventually(lambda mover=mover: state(mover) in (None, "Z"), 20, "the mover outlives its daemon")
             faults = [line for line in log_path.read_text().splitlines() if '"event": "internal error"' in line]
             assert not faults, "\n".join(faults)
             strange = [line for line in log_path.read_text().splitlines() if not line.startswith("{")]
