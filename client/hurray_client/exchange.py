@@ -55,6 +55,8 @@ class Exchange:
         self._first: SimpleQueue[Any] = SimpleQueue()
         self._bell: SimpleQueue[None] = SimpleQueue()
         self._settle_alarm: Alarm | None = None
+        self._left = False
+        self._to_keep = [None]
         self._stream = node.streams.take(method, self)
 
     # --- from the caller's thread -----------------------------------------------------------------------------------
@@ -95,12 +97,14 @@ class Exchange:
         """Hand all that comes, in a get after the first message, to `take`, in the stream's thread."""
         self._takers.put(take)
 
-    def run(self, call: Call) -> Ended:
-        """Once the machine has begun: wait until both it and the node are done; how the machine ended."""
+    def run(self, call: Call, *, for_node: bool = True) -> Ended:
+        """Once the machine has begun: wait until both it and the node are done; how the machine ended. Without
+        `for_node` a success of the machine is enough: nothing depends on what the node makes of it."""
         try:
             with call.on_cancel(self.cancel):
                 try:
-                    return self._wait(for_node=True)
+                    ended = self._wait(for_node=for_node)
+                    return ended if ended.error is None else self._wait(for_node=True)
                 except HurrayError:
                     raise
                 except BaseException:
@@ -109,6 +113,7 @@ class Exchange:
                     self._wait(for_node=False)
                     raise
         finally:
+            self._left = True
             self._keep_stream()
 
     def refuse(self, message: Any) -> None:
@@ -145,8 +150,11 @@ class Exchange:
         self._settle_alarm = self.node.alarms.after(seconds, self._stream.cut)
 
     def _keep_stream(self) -> None:
-        """If the node is done: the stream is free for another transfer. Else its alarm cuts it."""
-        if self._node_over:
+        """If the node is done: the stream is free for another transfer, once. Else its alarm cuts it."""
+        if not self._node_over:
+            return
+        with suppress(IndexError):  # the caller's thread and the stream's may both come here
+            self._to_keep.pop()
             if self._settle_alarm is not None:
                 self._settle_alarm.cancel()
             self.node.streams.give_back(self._stream)
@@ -216,6 +224,8 @@ class Exchange:
             self.post(s.StreamLost())
         self._first.put(failure or _END)
         self._bell.put(None)
+        if self._left:
+            self._keep_stream()
 
     def _explain(self, failure: grpc.RpcError) -> None:
         """Tell the machine what the status says: without details of the node it is no more than a broken stream, unless

@@ -290,7 +290,8 @@ def get_once(node: Node, call: Call, order: GetOrder) -> ReceivedSnapshot:
         )
         exchange.plane.begin_target(exchange.number, target)
         exchange.follow(take)
-        ended = exchange.run(call)
+        # Of a view the node hears again, when it is let go of.
+        ended = exchange.run(call, for_node=order.consume or offered.plan.view_chunk is None)
         if ended.error is not None:
             landing.explain(ended.error)
         _raise_if_failed(exchange, ended)

@@ -40,7 +40,7 @@ Bytes = npt.NDArray[np.uint8]
 RETRY_AFTER_S: Final = 1.0
 """When a source that found the arena full may ask again, where nobody knows better."""
 
-_WASTE_MAX: Final = 1 / 4
+_WASTE_MAX: Final = 1 / 2
 """A snapshot that would leave more than this part of its own size unused has no grains of its own."""
 
 
@@ -128,6 +128,8 @@ class Arena:
         """Numbers of the grains that were shown to a tenant."""
         self._in_use: Counter[int] = Counter()
         """Bytes of each grain that are in extents."""
+        self._written: dict[int, int] = {}
+        """Where in each grain the bytes end that may be anything but zero."""
 
     @property
     def shows(self) -> bool:
@@ -185,7 +187,7 @@ class Arena:
             grains = self._grains_of(extent)
             if not extent.is_shown:
                 extent.is_shown = True
-                self._memory[extent.offset + extent.used_bytes : extent.offset + extent.nbytes] = 0
+                self._clear_tail(extent)
                 self._shown.setdefault(extent.tenant, set()).update(grains)
             descriptors = tuple(self._grains.descriptors[grain] for grain in grains)
             return Showable(descriptors, self.grain_bytes, align(extent.used_bytes))
@@ -334,6 +336,18 @@ class Arena:
         self._free[position:position] = [piece for piece in left if piece[1]]
         self._bytes[ExtentState.RECEIVING] += extent.nbytes
         self._count_in_use(extent.offset, extent.nbytes)
+        written = extent.offset + extent.used_bytes
+        for grain in self._grains_of(extent):
+            end = min(written - grain * self.grain_bytes, self.grain_bytes)
+            self._written[grain] = max(self._written.get(grain, 0), end)
+
+    def _clear_tail(self, extent: _Extent) -> None:
+        """Of an extent of whole grains: what others have left behind it in the last one."""
+        *_, last = self._grains_of(extent)
+        start = last * self.grain_bytes
+        used = extent.offset + extent.used_bytes - start
+        self._memory[start + used : start + max(used, self._written[last])] = 0
+        self._written[last] = used
 
     def _count_in_use(self, offset: int, nbytes: int) -> None:
         sign, end = (1 if nbytes > 0 else -1), offset + abs(nbytes)

@@ -28,7 +28,7 @@ from sdk.snapshots import (
     tables_of,
 )
 from support.daemon import RunningDaemon, eventually, running_daemon
-from support.grains import views_of
+from support.grains import mapped_of
 from support.identities import identified_daemon
 
 pytestmark = pytest.mark.parametrize("transport", ["shm"], indirect=True)
@@ -36,7 +36,6 @@ pytestmark = pytest.mark.parametrize("transport", ["shm"], indirect=True)
 TABLES = [list(range(90, 10, -1)), [90, 89, 3], []]
 COUNTS = [80 * 16 - 3, 40, 0]
 PAGES = 81
-GRAIN = "hurray-grain"
 
 
 def large(seed: int = 1, **options: object) -> ht.KVSnapshot:
@@ -65,7 +64,7 @@ def is_free(client: ht.Client) -> bool:
     return arena.free_bytes == arena.total_bytes
 
 
-def test_a_large_snapshot_is_mapped_and_not_copied(client: ht.Client) -> None:
+def test_a_large_snapshot_is_mapped_and_not_copied(daemon: RunningDaemon, client: ht.Client) -> None:
     snapshot = large()
     put = client.put("k", snapshot)
     with client.get("k") as got:
@@ -82,8 +81,8 @@ def test_a_large_snapshot_is_mapped_and_not_copied(client: ht.Client) -> None:
         assert readers(client, "k") == 1
         assert all(tensor.page_pool.ctypes.data % 4096 == 0 for tensor in got.tensors)
         assert not any(tensor.page_pool.flags.writeable for tensor in got.tensors)
-        assert views_of(GRAIN)
-    assert not views_of(GRAIN)
+        assert mapped_of(daemon.mover_pid)
+    assert not mapped_of(daemon.mover_pid)
     eventually(lambda: readers(client, "k") == 0, 10, "the reader is gone")
 
 
@@ -194,13 +193,13 @@ def test_arrays_that_were_taken_out_stay_mapped_and_pinned(client: ht.Client) ->
     eventually(lambda: is_free(client), 10, "the memory is free")
 
 
-def test_two_readers_see_the_same_memory(client: ht.Client) -> None:
+def test_two_readers_see_the_same_memory(daemon: RunningDaemon, client: ht.Client) -> None:
     snapshot = large()
     client.put("k", snapshot)
     with client.get("k") as one, client.get("k") as other:
         assert readers(client, "k") == 2
-        files = {line.split()[4] for line in views_of(GRAIN)}
-        assert len(views_of(GRAIN)) == 2 * len(files)
+        files = mapped_of(daemon.mover_pid)
+        assert len(files) == 2 * len(set(files))
         one.close()
         assert_same_tokens(snapshot, other)
         eventually(lambda: readers(client, "k") == 1, 10, "one reader is gone")
@@ -246,7 +245,7 @@ def test_nothing_is_left_of_many_gets(daemon: RunningDaemon, client: ht.Client) 
     eventually(lambda: readers(client, "k") == 0, 10, "the readers are gone")
     assert descriptors(os.getpid()) <= ours + 2
     assert descriptors(daemon.mover_pid) <= theirs + 2
-    assert not views_of(GRAIN)
+    assert not mapped_of(daemon.mover_pid)
     assert not [path for path in Path("/dev/shm").iterdir() if "hurray" in path.name]
 
 

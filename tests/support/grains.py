@@ -68,3 +68,14 @@ def views_of(name: str, pid: int | str = "self") -> list[str]:
     """Mappings of memfds of this name that a process can only read, as /proc has them."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return [line for line in lines if f"/memfd:{name} " in line and " r--s " in line]
+
+
+def mapped_of(pid: int | None) -> list[str]:
+    """Grains of another process, by the numbers of their files, that this one has mapped: one for each mapping."""
+
+    def grains(process: int | str | None) -> list[str]:
+        lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+        return [line.split()[4] for line in lines if "/memfd:hurray-grain " in line]
+
+    theirs = set(grains(pid))
+    return [number for number in grains("self") if number in theirs]
