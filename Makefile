@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 LATER := test-cluster cluster-up cluster-down test-vllm
 
-.PHONY: help demo test check bench $(LATER)
+.PHONY: help demo test check bench bench-peers $(LATER)
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' Makefile | while read -r target text; do printf '  make %-6s %s\n' "$$target" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' Makefile | while read -r target text; do printf '  make %-11s %s\n' "$$target" "$$text"; done
 	@echo "  not yet: $(LATER)"
 
 demo: $(INSTALLED) ## hand a cache from one process to another through two daemons, and decode from it
@@ -26,6 +26,19 @@ check: $(INSTALLED) ## style, types, layers, generated code
 
 bench: $(INSTALLED) ## measure against memory, sockets and other engines; ARGS="--quick" for less than a minute
 	$(BIN)/hurrayctl bench $(ARGS)
+
+bench-peers: $(INSTALLED) ## install the other engines that bench compares with, and matplotlib for its plot
+	@$(BIN)/python -c "$$PEERS" | xargs $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[plot]'
+	@ldconfig -p | grep -q libibverbs.so.1 || echo "Mooncake needs the system's libibverbs (Debian: apt install libibverbs1)" >&2
+
+# The extra's own, without what they ask for: torch and CUDA, which nothing here uses.
+define PEERS
+import tomllib
+extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
+print(*(repr(name) for name in extras["bench-peers"] if not name.startswith("hurray-transfer")))
+endef
+export PEERS
 
 $(LATER):
 	@echo "make $@: not yet" >&2; exit 1

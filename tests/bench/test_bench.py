@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from hurray_client.bench import plot, report
+from hurray_client.bench import plot, report, shown
 from hurray_client.bench.processes import BenchError, Worker, usage
 from hurray_client.bench.runner import CHECKSUM, NO_CHECKSUM, CaseKey, Cost, Outcome, Plan, Sample, run
 from hurray_client.bench.workloads import FULL, MIB, QUICK, Scale, caches, catalogue, page_order, plot_workloads, tables
@@ -32,6 +33,7 @@ NAMES = [
     *("paged", "adjacent", "small_tensors", "tiny", "large", "sequences_100k", "concurrent", "get", "get_into"),
     "shared_prefix",
 ]
+NAMES_OF_LOWER = ["concurrent_spread", "tiny_put_vs_echo", "per_tensor_us", "shm_get_ms", "index_validation_ms"]
 RATIOS = [
     *("tcp_put_vs_socket", "tcp_put_vs_nixl_tcp", "tcp_put_vs_mooncake", "socket_put_vs_socket", "shm_put_vs_memcpy"),
     *("shm_put_vs_nixl", "large_vs_small", "concurrent_vs_single", "concurrent_spread", "tiny_put_vs_echo"),
@@ -45,8 +47,9 @@ class Steps:
     def __init__(self) -> None:
         self.done: list[tuple[int, int]] = []
 
-    def step(self, text: str) -> None:
+    def step(self, text: str, rounds: float = 0.0) -> None:
         assert text
+        assert rounds < 2
 
     def rounds(self, done: int, total: int) -> None:
         self.done.append((done, total))
@@ -55,7 +58,7 @@ class Steps:
 @pytest.fixture(scope="module")
 def ran() -> tuple[Outcome, Steps]:
     steps = Steps()
-    return run(Plan(TINY), steps), steps
+    return run(Plan(TINY, peers=False), steps), steps
 
 
 def test_every_workload_is_run_over_every_transport(ran: tuple[Outcome, Steps]) -> None:
@@ -72,7 +75,7 @@ def test_every_workload_is_run_over_every_transport(ran: tuple[Outcome, Steps]) 
         assert len(outcome.samples[CaseKey("paged", name, None)]) == 2
     assert len(outcome.samples[CaseKey("tiny", "echo", None)]) == 2
     for peer in ("nixl", "nixl_tcp", "nixl_tcp_segments", "mooncake"):
-        assert (CaseKey("paged", peer, None) in outcome.samples) != (peer in outcome.skipped), peer
+        assert outcome.skipped[peer] == "peers were left out"
 
 
 def test_json_has_all_that_is_promised(ran: tuple[Outcome, Steps]) -> None:
@@ -98,7 +101,8 @@ def test_json_has_all_that_is_promised(ran: tuple[Outcome, Steps]) -> None:
     for side in ("source", "target"):
         assert paged["cpu_s_per_gb"][side] > 0
         assert paged["peak_rss_bytes"][side] > 4 * MIB
-        assert paged["added_rss_bytes"][side] >= 0
+        assert paged["beyond_snapshot_bytes"][side] >= 0
+        assert found["most_beyond_snapshot"][side]["bytes"] >= paged["beyond_snapshot_bytes"][side]
     assert rows["tiny", "echo", None]["gigabytes_per_second"] is None
 
 
@@ -113,11 +117,53 @@ def test_shared_pages_cross_once(ran: tuple[Outcome, Steps]) -> None:
 
 def test_table_for_people(ran: tuple[Outcome, Steps]) -> None:
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(report.tables(ran[0]))
-    shown = console.export_text()
-    for word in ("shared_prefix", "ucx unchecked", "GB/s", "tcp_put_vs_socket", "2 rounds"):
-        assert word in shown
-    assert "FAILED" not in shown
+    console.print(shown.tables(report.to_json(ran[0])))
+    text = console.export_text()
+    for word in ("shared_prefix", "ucx unchecked", "GB/s", "tcp_put_vs_socket", "2 rounds", "most memory beyond"):
+        assert word in text
+    assert "FAILED" not in text
+    marked = [line for line in text.splitlines() if line.rstrip().endswith("lower")]
+    assert [name for name in NAMES_OF_LOWER if not any(line.split()[0] == name for line in marked)] == []
+    assert not any("_vs_socket" in line for line in marked)
+
+
+def test_pages_get_the_figures_where_they_mark_it(ran: tuple[Outcome, Steps], tmp_path: Path) -> None:
+    kept, page = tmp_path / "run.json", tmp_path / "page.md"
+    kept.write_text(json.dumps(report.to_json(ran[0], "hurrayctl bench --json")))
+    marked = "".join(f"{name}:\n\n<!-- bench {name} -->\nold\n<!-- /bench -->\n\n" for name in shown.BLOCKS)
+    page.write_text(f"# Figures\n\n{marked}the end\n")
+    for _ in range(2):  # it is there to be done again
+        assert CliRunner().invoke(app, ["bench", "--from", str(kept), "--page", str(page)]).exit_code == 0
+    text = page.read_text()
+    assert text.startswith("# Figures\n\n")
+    assert text.endswith("<!-- /bench -->\n\nthe end\n")
+    assert "old" not in text
+    assert "`hurrayctl bench --json`, 2 rounds" in text
+    assert "| `tcp_put_vs_socket` | " in text
+    assert "| shared_prefix | shm unchecked | " in text
+    (row,) = [line for line in text.splitlines() if line.startswith("| shm | ")]
+    assert all(re.fullmatch(r"[\d.]+|[\d.]+\+[\d.]+", cell) for cell in row.strip("| ").split(" | ")[1:])
+
+    shown_again = CliRunner().invoke(app, ["bench", "--from", str(kept), "--json"])
+    assert json.loads(shown_again.stdout)["ratios"] == report.to_json(ran[0])["ratios"]
+    for text, field in (("nothing marked", "page"), ("<!-- bench pie -->\n<!-- /bench -->", "page")):
+        page.write_text(text)
+        refused = CliRunner().invoke(app, ["bench", "--from", str(kept), "--page", str(page), "--json"])
+        assert (refused.exit_code, json.loads(refused.stdout)["error"]["details"]["field"]) == (1, field)
+        assert page.read_text() == text
+    kept.write_text("{}")
+    for arguments in (["--from", str(kept)], ["--page", str(page)], ["--from", str(kept), "--quick"]):
+        refused = CliRunner().invoke(app, ["bench", *arguments, "--json"])
+        assert (refused.exit_code, json.loads(refused.stdout)["error"]["reason"]) == (1, "INVALID_REQUEST")
+
+
+def test_the_page_and_the_decision_mark_where_figures_go() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    for page, blocks in {
+        docs / "performance.md": set(shown.BLOCKS),
+        next((docs / "adr").glob("*-transports-and-their-order.md")): {"transports"},
+    }.items():
+        assert set(re.findall(r"<!-- bench (\w+) -->", page.read_text())) == blocks
 
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,10 +171,10 @@ class Baseline:
         """As a source: gather the pages of each pool, write them as a tensor, until the target has all."""
         hurray = _pyhurray()
         table = tables(self._workload).block_table
-        pools = caches(self._workload, self._memory)
+        pools, gathered = (caches(self._workload, memory) for memory in (self._memory, self._scratch))
         began = time.monotonic()
-        for pool in pools.values():
-            self._writer.write(hurray.from_numpy(np.take(pool, table, axis=0, mode="clip")))
+        for pool, out in zip(pools.values(), gathered.values(), strict=True):
+            self._writer.write(hurray.from_numpy(np.take(pool, table, axis=0, out=out, mode="clip")))
         _await_ack(self._stream)
         return {"seconds": time.monotonic() - began}
 

@@ -165,7 +165,10 @@ class Mooncake(Peer):
     """Mooncake's transfer engine over tcp. A synchronous write has been acknowledged by the target's engine."""
 
     def _register(self) -> dict[str, Any]:
-        engine = importlib.import_module("mooncake.engine")
+        try:
+            engine = importlib.import_module("mooncake.engine")
+        except ImportError as error:
+            raise BenchError(f"{error}; Mooncake needs the system's libibverbs (Debian: libibverbs1)") from None
         self._engine = engine.TransferEngine()
         if self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""):
             raise BenchError("Mooncake did not start")

@@ -1,4 +1,4 @@
-"""What a run came to: medians by case, ratios by round, as JSON and as tables.
+"""What a run came to: medians by case, ratios by round, as JSON. `shown` makes tables of that.
 
 A ratio is taken within each round and then its median over rounds: absolute times drift on a shared machine, and a
 ratio of medians would compare moments that have nothing in common.
@@ -14,11 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final
-
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from typing import Any, Final, Literal
 
 from hurray_client.bench.runner import CHECKSUM, NO_CHECKSUM, CaseKey, Cost, Outcome, Sample
 from hurray_client.bench.workloads import catalogue
@@ -27,6 +23,7 @@ GB: Final = 1e9
 
 Compare = Callable[[Sample, Sample], float]
 Measure = Callable[[Sample], float]
+Better = Literal["higher", "lower"]
 
 _PACKAGES: Final = (
     "numpy",
@@ -38,6 +35,16 @@ _PACKAGES: Final = (
     "nixl-cu12",
     "mooncake-transfer-engine-non-cuda",
 )
+
+
+_FACTS: Final = {
+    "from_paged_ms": "paged",
+    "index_from_paged_ms": "sequences_100k",
+    "index_validation_ms": "sequences_100k",
+    "index_liveness_ms": "sequences_100k",
+    "index_compaction_ms": "sequences_100k",
+}
+"""Figures that are no transfer's, by the workload they are of."""
 
 
 def throughput(sample: Sample) -> float:
@@ -68,12 +75,14 @@ class Ratio:
     ours: CaseKey
     other: CaseKey | None
     compare: Compare | Measure
+    better: Better = "higher"
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
     """A ratio over all rounds that have both sides; `median` is None where there are none, for this `reason`."""
 
+    better: Better
     median: float | None
     least: float | None = None
     most: float | None = None
@@ -84,9 +93,9 @@ class Figure:
 def ratios(outcome: Outcome) -> dict[str, Figure]:
     """All figures, by name."""
     found = {ratio.name: _figure(ratio, outcome) for ratio in _all_ratios(outcome)}
-    for name in ("validation_ms", "liveness_ms"):
+    for name, workload in _FACTS.items():
         value = outcome.facts.get(name)
-        found[f"index_{name}"] = Figure(value, reason=None if value is not None else "sequences_100k was not run")
+        found[name] = Figure("lower", value, reason=None if value is not None else f"{workload} was not run")
     return found
 
 
@@ -116,8 +125,8 @@ def _all_ratios(outcome: Outcome) -> list[Ratio]:
         Ratio("shm_put_vs_memcpy", _put("paged", "shm"), _base("memcpy"), faster),
         Ratio("shm_put_vs_memcpy_unchecked", _put("paged", "shm", NO_CHECKSUM), _base("memcpy"), faster),
         Ratio("shm_put_vs_nixl", _put("paged", "shm"), _base("nixl"), faster),
-        Ratio("shm_get_ms", _put("get", "shm"), None, _milliseconds),
-        Ratio("shm_get_large_ms", _put("get_large", "shm"), None, _milliseconds),
+        Ratio("shm_get_ms", _put("get", "shm"), None, _milliseconds, "lower"),
+        Ratio("shm_get_large_ms", _put("get_large", "shm"), None, _milliseconds, "lower"),
         Ratio("shm_get_read_vs_memcpy", _put("get", "shm"), _base("memcpy"), readable),
         Ratio("gather_vs_memcpy", _base("gather"), _base("memcpy"), faster),
     ]
@@ -125,6 +134,7 @@ def _all_ratios(outcome: Outcome) -> list[Ratio]:
     found += _by_transport(first, "", outcome)
     for transport in outcome.transports:
         found += _by_transport(transport, f"_{transport}", outcome)
+        found += _by_socket(transport)
     found.append(Ratio("stat_load_vs_quiet", _put("stat_load", first), _put("paged", first), faster))
     return found
 
@@ -134,20 +144,38 @@ def _by_transport(transport: str, suffix: str, outcome: Outcome) -> list[Ratio]:
     return [
         Ratio(f"large_vs_small{suffix}", _put("large", transport), _put("paged", transport), faster),
         Ratio(f"concurrent_vs_single{suffix}", _put("concurrent", transport), _put("paged", transport), faster),
-        Ratio(f"concurrent_spread{suffix}", _put("concurrent", transport), None, lambda ours: ours.values["spread"]),
-        Ratio(f"tiny_put_vs_echo{suffix}", _put("tiny", transport), CaseKey("tiny", "echo", None), slower),
+        Ratio(
+            f"concurrent_spread{suffix}",
+            _put("concurrent", transport),
+            None,
+            lambda ours: ours.values["spread"],
+            "lower",
+        ),
+        Ratio(f"tiny_put_vs_echo{suffix}", _put("tiny", transport), CaseKey("tiny", "echo", None), slower, "lower"),
         Ratio(
             f"per_tensor_us{suffix}",
             _put("small_tensors", transport),
             _put("paged", transport),
             lambda ours, paged: 1e6 * (ours.seconds - ours.nbytes / throughput(paged)) / tensors,
+            "lower",
         ),
         Ratio(
             f"shared_prefix_wire{suffix}",
             _put("shared_prefix", transport),
             None,
             lambda ours: ours.values["wire_bytes"] / ours.nbytes,
+            "lower",
         ),
+    ]
+
+
+def _by_socket(transport: str) -> list[Ratio]:
+    """The same for every transport: what one is worth beside another."""
+    return [
+        Ratio(f"{name}_vs_socket{end}_{transport}", _put(workload, transport, checksum), _base("socket"), faster)
+        for name, workload in (("put", "paged"), ("adjacent", "adjacent"), ("get", "get"), ("get_into", "get_into"))
+        for end, checksum in (("", CHECKSUM), ("_unchecked", NO_CHECKSUM))
+        if checksum == CHECKSUM or not name.startswith("get")
     ]
 
 
@@ -165,9 +193,11 @@ def _figure(ratio: Ratio, outcome: Outcome) -> Figure:
         if all(sample is not None for sample in samples)
     ]
     if values:
-        return Figure(statistics.median(values), min(values), max(values), len(values))
+        return Figure(ratio.better, statistics.median(values), min(values), max(values), len(values))
     missing = [key for key, row in zip(sides, rows, strict=True) if not row]
-    return Figure(None, reason="; ".join(_why_missing(key, outcome) for key in missing) or "no round has both")
+    return Figure(
+        ratio.better, None, reason="; ".join(_why_missing(key, outcome) for key in missing) or "no round has both"
+    )
 
 
 def _filed_elsewhere(key: CaseKey, outcome: Outcome) -> list[Sample | None] | None:
@@ -190,11 +220,14 @@ def _why_missing(key: CaseKey, outcome: Outcome) -> str:
 # --- JSON -----------------------------------------------------------------------------------------------------------
 
 
-def to_json(outcome: Outcome) -> dict[str, Any]:
-    """Everything. `ratios` has plain numbers, null where there is none; `ratio_details` has rounds and reasons."""
+def to_json(outcome: Outcome, command: str = "") -> dict[str, Any]:
+    """Everything. `ratios` has plain numbers, null where there is none; `ratio_details` has rounds, reasons, and which
+    way is better. `command`: by which it was run."""
     figures = ratios(outcome)
     scale = outcome.plan.scale
+    results = [_case_json(key, row) for key, row in outcome.samples.items() if any(row)]
     return {
+        "command": command,
         "version": outcome.version,
         "ucx": outcome.ucx,
         "machine": machine(),
@@ -203,7 +236,8 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
         "transports": list(outcome.transports),
         "rounds": outcome.rounds,
         "seconds": outcome.seconds,
-        "results": [_case_json(key, row) for key, row in outcome.samples.items() if any(row)],
+        "results": results,
+        "most_beyond_snapshot": {side: _most_beyond(results, side) for side in ("source", "target")},
         "ratios": {name: figure.median for name, figure in figures.items()},
         "ratio_details": {
             name: {
@@ -211,6 +245,7 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
                 "min": figure.least,
                 "max": figure.most,
                 "rounds": figure.rounds,
+                "better": figure.better,
                 "reason": figure.reason,
             }
             for name, figure in figures.items()
@@ -239,9 +274,21 @@ def _case_json(key: CaseKey, row: Sequence[Sample | None]) -> dict[str, Any]:
         if samples[0].nbytes
         else None,
         "peak_rss_bytes": {side: _most([cost.peak_bytes for _, cost in costs]) for side, costs in _sides(samples)},
-        "added_rss_bytes": {side: _most([cost.added_bytes for _, cost in costs]) for side, costs in _sides(samples)},
+        "beyond_snapshot_bytes": {
+            side: _most([cost.beyond_bytes for _, cost in costs]) for side, costs in _sides(samples)
+        },
         "values": {name: statistics.median(sample.values[name] for sample in samples) for name in names},
     }
+
+
+def _most_beyond(results: Sequence[dict[str, Any]], side: str) -> dict[str, Any] | None:
+    """Which of our own cases needed most memory beside the snapshot, and how much."""
+    found = [
+        (row["beyond_snapshot_bytes"][side], f"{row['workload']} {row['transport']} {row['checksum']}")
+        for row in results
+        if "transport" in row and row["beyond_snapshot_bytes"].get(side) is not None
+    ]
+    return dict(zip(("bytes", "case"), max(found), strict=True)) if found else None
 
 
 def _moved_gb(sample: Sample) -> float:
@@ -288,53 +335,3 @@ def machine() -> dict[str, Any]:
 
 def _lines(path: str, field: str) -> list[str]:
     return [line.partition(":")[2].strip() for line in Path(path).read_text().splitlines() if line.startswith(field)]
-
-
-# --- for people -----------------------------------------------------------------------------------------------------
-
-
-def tables(outcome: Outcome) -> RenderableType:
-    """Cases, then ratios, then what is not there and why."""
-    cases = Table(title=f"{outcome.rounds} rounds in {outcome.seconds:.0f} s", show_edge=False, title_justify="left")
-    cases.add_column("workload")
-    cases.add_column("by")
-    for name in ("median", "min - max", "CPU s/GB", "added MiB"):
-        cases.add_column(name, justify="right")
-    for key, row in outcome.samples.items():
-        if any(row):
-            cases.add_row(*map(Text, _cells(_case_json(key, row))))
-    figures = Table(title="ratios", show_edge=False, title_justify="left")
-    figures.add_column("ratio")
-    for name in ("median", "min", "max", "rounds"):
-        figures.add_column(name, justify="right")
-    missing = Table.grid(padding=(0, 2))
-    repeated = f"_{outcome.transports[0]}" if outcome.transports else " "
-    for name, figure in ratios(outcome).items():
-        if figure.median is None:
-            missing.add_row(Text(name, style="dim"), Text(figure.reason or "", style="dim"))
-        elif not name.endswith(repeated):
-            spread = ["" if value is None else f"{value:.3f}" for value in (figure.least, figure.most)]
-            figures.add_row(name, f"{figure.median:.3f}", *spread, str(figure.rounds or ""))
-    for name, error in outcome.failed.items():
-        missing.add_row(Text(f"FAILED {name}", style="bold red"), Text(error, style="red"))
-    return Group(cases, Text(), figures, Text(), missing)
-
-
-def _cells(case: dict[str, Any]) -> list[str]:
-    rate, seconds = case["gigabytes_per_second"], case["seconds"]
-    if rate is None or case["workload"] == "tiny":
-        median = f"{1e6 * seconds['median']:,.0f} us"
-        spread = f"{1e6 * seconds['min']:,.0f} - {1e6 * seconds['max']:,.0f}"
-    else:
-        median, spread = f"{rate['median']:.2f} GB/s", f"{rate['min']:.2f} - {rate['max']:.2f}"
-    name = case.get("transport") or case["baseline"]
-    if case["checksum"] == NO_CHECKSUM:
-        name += " unchecked"
-    cpu = _both(case["cpu_s_per_gb"], 1, "{:.2f}")
-    added = _both(case["added_rss_bytes"], 1 << 20, "{:.0f}")
-    return [case["workload"], name, median, spread, cpu, added]
-
-
-def _both(sides: dict[str, float | None] | None, unit: int, form: str) -> str:
-    """Source and target."""
-    return " + ".join(form.format(value / unit) for value in (sides or {}).values() if value is not None)

@@ -36,6 +36,9 @@ STAT_RATE: Final = 500.0
 
 HELD_KEY: Final = "bench/held"
 
+_TIMED: Final = {"paged": "from_paged", "sequences_100k": "index"}
+"""What an engine times of a workload beside transfers."""
+
 _UNCHECKED_ALWAYS: Final = ("paged", "adjacent")
 _START_TOGETHER_S: Final = 0.05
 _LOAD_S: Final = 0.1
@@ -69,11 +72,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one side used. `added_bytes`: peak memory beyond what it had before."""
+    """What one side used. `beyond_bytes`: peak memory beyond what it had before, and beyond the snapshot it took."""
 
     cpu_s: float
     peak_bytes: int
-    added_bytes: int
+    beyond_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +85,17 @@ class Case:
 
     key: CaseKey
     run: Callable[[], Sample]
-    warm: bool = True
-    """Whether it is run once before the first round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to run. `workloads`, `transports`: those only; empty: all."""
+    """What to run. `workloads`, `transports`: those only; empty: all. `peers`: other engines, too, where installed."""
 
     scale: Scale = FULL
     workloads: tuple[str, ...] = ()
     transports: tuple[str, ...] = ()
     plot: bool = False
+    peers: bool = True
 
     def chosen(self) -> dict[str, Workload]:
         """The workloads, by name. Raises InvalidRequest for a name that is none."""
@@ -127,8 +129,8 @@ class Outcome:
 class Progress(Protocol):
     """Who is told how far the run is."""
 
-    def step(self, text: str) -> None:
-        """Something begins."""
+    def step(self, text: str, rounds: float = 0.0) -> None:
+        """Something begins, after so many rounds."""
 
     def rounds(self, done: int, total: int) -> None:
         """So many rounds are over."""
@@ -162,8 +164,10 @@ def _run_rounds(cases: Sequence[Case], outcome: Outcome, progress: Progress, beg
 
     for case in cases:
         outcome.samples[case.key] = []
+    warmed = set()
     for case in cases:
-        if case.warm:
+        if case.key.subject not in warmed:  # whose first run connects, and takes its memory
+            warmed.add(case.key.subject)
             progress.step(f"warming up: {_name(case.key)}")
             _try(case, live, outcome)
     for number in range(scale.rounds):
@@ -171,10 +175,11 @@ def _run_rounds(cases: Sequence[Case], outcome: Outcome, progress: Progress, beg
         if number and late():
             break
         progress.rounds(number, scale.rounds)
-        for case in list(live) if number % 2 == 0 else list(reversed(live)):
+        turn = list(live) if number % 2 == 0 else list(reversed(live))
+        for place, case in enumerate(turn):
             if number and late():
                 break
-            progress.step(_name(case.key))
+            progress.step(_name(case.key), number + place / len(turn))
             sample = _try(case, live, outcome)
             if sample is not None:
                 row = outcome.samples[case.key]
@@ -198,13 +203,15 @@ def _name(key: CaseKey) -> str:
 
 
 @contextmanager
-def _metered(pids: Sequence[int]) -> Iterator[Callable[[], Cost]]:
-    """What the processes use in the block; asked after it."""
+def _metered(pids: Sequence[int], taken_bytes: int = 0) -> Iterator[Callable[[], Cost]]:
+    """What the processes use in the block; asked after it. `taken_bytes`: what they must take for the snapshot."""
     reset_peak(pids)
     before = usage(pids)
     after: list[Usage] = []
     yield lambda: Cost(
-        after[0].cpu_s - before.cpu_s, after[0].peak_bytes, max(0, after[0].peak_bytes - before.rss_bytes)
+        after[0].cpu_s - before.cpu_s,
+        after[0].peak_bytes,
+        max(0, after[0].peak_bytes - before.rss_bytes - taken_bytes),
     )
     after.append(usage(pids))
 
@@ -257,8 +264,8 @@ class _Stage:
             kind = self._outcome.transports[0]
             self._put(self._paged, kind, CHECKSUM, HELD_KEY, lease_s=3600.0)
         for item in self._chosen.values():
-            if item.name == "sequences_100k":
-                times = self._engine.ask("index", workload=item.to_dict())
+            if item.name in _TIMED:
+                times = self._engine.ask(_TIMED[item.name], workload=item.to_dict())
                 self._outcome.facts |= {name.removesuffix("_s") + "_ms": 1e3 * value for name, value in times.items()}
             for kind in self._outcome.transports:
                 yield from self._cases(item, kind)
@@ -267,13 +274,12 @@ class _Stage:
         checked = CaseKey(item.name, kind, CHECKSUM)
         match item.action:
             case "put":
-                warm = item.name != "large"
-                yield Case(checked, lambda: self._run_put(item, kind, CHECKSUM), warm)
+                yield Case(checked, lambda: self._run_put(item, kind, CHECKSUM))
                 if item.name in _UNCHECKED_ALWAYS or (
                     self._plan.scale.every_checksum and not item.name.startswith(PLOT_PREFIX)
                 ):
                     key = CaseKey(item.name, kind, NO_CHECKSUM)
-                    yield Case(key, lambda: self._run_put(item, kind, NO_CHECKSUM), warm)
+                    yield Case(key, lambda: self._run_put(item, kind, NO_CHECKSUM))
             case "tiny":
                 yield Case(checked, lambda: self._run_tiny(item, kind, CHECKSUM))
                 yield Case(CaseKey(item.name, kind, NO_CHECKSUM), lambda: self._run_tiny(item, kind, NO_CHECKSUM))
@@ -288,7 +294,7 @@ class _Stage:
             case "get_into":
                 yield Case(checked, lambda: self._run_get_into(item, kind))
             case "get_held" if kind == "shm":  # elsewhere it is the same copy at another size
-                yield Case(checked, lambda: self._run_get_held(item, kind), warm=False)
+                yield Case(checked, lambda: self._run_get_held(item, kind))
 
     def _need_others(self, item: Workload | None) -> None:
         """Engines beside the first: sources of their own, or only callers."""
@@ -361,7 +367,7 @@ class _Stage:
         return Sample(sample.seconds, sample.nbytes, {"stat_rate": rate}, sample.source, sample.target)
 
     def _run_get(self, item: Workload, kind: str, key: str = HELD_KEY) -> Sample:
-        with _metered(self._node_pids) as source, _metered(self._engine.pids) as target:
+        with _metered(self._node_pids) as source, _metered(self._engine.pids, item.nbytes) as target:
             done = self._engine.ask("get", key=key, transport=kind)
         values = {name: done[name] for name in ("read_seconds", "wire_bytes")}
         return Sample(done["seconds"], item.nbytes, values, source(), target())
@@ -426,11 +432,12 @@ class _Stage:
             self._outcome.skipped["ucx_perftest"] = str(error)
         else:
             key = CaseKey("paged", "ucx_perftest", None)
-            yield Case(key, lambda: Sample(source.ask("perftest", nbytes=nbytes)["seconds"], nbytes), warm=False)
+            yield Case(key, lambda: Sample(source.ask("perftest", nbytes=nbytes)["seconds"], nbytes))
 
     def _peer(self, peer: PeerKind) -> Iterator[Case]:
-        if not peer.installed:
-            self._outcome.skipped[peer.name] = f"{peer.module} is not installed (extra bench-peers)"
+        if not (self._plan.peers and peer.installed):
+            why = f"{peer.module} is not installed (extra bench-peers)" if self._plan.peers else "peers were left out"
+            self._outcome.skipped[peer.name] = why
             return
         self._progress.step(f"starting {peer.name}")
         source, target = (self._stack.enter_context(Worker(peer.kind, peer.env)) for _ in range(2))

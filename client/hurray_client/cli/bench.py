@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from hurray_client.bench import plot as plotting
-from hurray_client.bench import report
+from hurray_client.bench import report, shown
 from hurray_client.bench.processes import BenchError
 from hurray_client.bench.runner import Plan, run
 from hurray_client.bench.workloads import FULL, QUICK
 from hurray_client.cli import output
 from hurray_client.cli.options import Json
+from hurray_wire.errors import InvalidRequest
 
 
 def bench(  # noqa: PLR0917 -- typer's options, given by name
@@ -29,8 +31,16 @@ def bench(  # noqa: PLR0917 -- typer's options, given by name
     workload: Annotated[list[str] | None, typer.Option("--workload", help="Only this one. Repeatable.")] = None,
     transport: Annotated[list[str] | None, typer.Option("--transport", help="Only this one. Repeatable.")] = None,
     rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="Interleaved rounds.")] = None,
+    peers: Annotated[bool, typer.Option(help="Run other engines, too, where they are installed.")] = True,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Write throughput against snapshot size, SVG.", dir_okay=False)
+    ] = None,
+    recorded: Annotated[
+        Path | None, typer.Option("--from", help="Show the --json of an earlier run.", exists=True, dir_okay=False)
+    ] = None,
+    page: Annotated[
+        list[Path] | None,
+        typer.Option("--page", help="Write the figures to where this page marks it. Repeatable.", exists=True),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -38,39 +48,52 @@ def bench(  # noqa: PLR0917 -- typer's options, given by name
 
     Only ratios mean something: the machine is compared with itself, round by round. Exit status 1 if a case failed.
     """
-    scale = QUICK if quick else FULL
-    if rounds is not None:
-        scale = replace(scale, rounds=rounds, budget_s=None)
-    plan = Plan(scale, tuple(workload or ()), tuple(transport or ()), plot=plot is not None)
     with output.failures(as_json):
-        plan.chosen()
-        if plot is not None:
-            plotting.require_matplotlib()
-        try:
-            with _progress() as progress:
-                outcome = run(plan, progress)
-        except BenchError as error:
-            Console(stderr=True).print(Text(str(error), style="red"))
-            raise typer.Exit(output.Exit.FAILED) from None
-        if plot is not None:
-            plotting.draw(outcome, plot)
+        if recorded is None:
+            if page:
+                raise InvalidRequest("pages are written from a run that is kept: give --from", field="page")
+            scale = QUICK if quick else FULL
+            if rounds is not None:
+                scale = replace(scale, rounds=rounds, budget_s=None)
+            found = _run(Plan(scale, tuple(workload or ()), tuple(transport or ()), plot is not None, peers), plot)
+        elif quick or workload or transport or rounds or plot:
+            raise InvalidRequest("an earlier run is shown as it was: --from goes with --page and --json", field="from")
+        else:
+            found = shown.read(recorded.read_text())
+        for path in page or ():
+            path.write_text(shown.update_page(path.read_text(), found))
     if as_json:
-        output.show_json(report.to_json(outcome))
+        output.show_json(found)
     else:
-        output.show(report.tables(outcome))
-    if outcome.failed:
+        output.show(shown.tables(found))
+    if found["failed"]:
         raise typer.Exit(output.Exit.FAILED)
 
 
+def _run(plan: Plan, plot: Path | None) -> dict[str, Any]:
+    plan.chosen()
+    if plot is not None:
+        plotting.require_matplotlib()
+    try:
+        with _progress() as progress:
+            outcome = run(plan, progress)
+    except BenchError as error:
+        Console(stderr=True).print(Text(str(error), style="red"))
+        raise typer.Exit(output.Exit.FAILED) from None
+    if plot is not None:
+        plotting.draw(outcome, plot)
+    return report.to_json(outcome, shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))
+
+
 class _Bar:
-    """A bar on a terminal."""
+    """A bar on a terminal, with the time that is left."""
 
     def __init__(self, bar: Progress) -> None:
         self._bar = bar
         self._task = bar.add_task("", total=None)
 
-    def step(self, text: str) -> None:
-        self._bar.update(self._task, description=f"{text:40.40}")
+    def step(self, text: str, rounds: float = 0.0) -> None:
+        self._bar.update(self._task, description=f"{text:40.40}", completed=rounds)
 
     def rounds(self, done: int, total: int) -> None:
         self._bar.update(self._task, completed=done, total=total)
@@ -80,14 +103,18 @@ class _Lines:
     """A line a round where standard error is a file."""
 
     def __init__(self) -> None:
-        self._began = time.monotonic()
+        self._began = self._rounds_began = time.monotonic()
 
-    def step(self, text: str) -> None:
-        if text.startswith("starting"):
+    def step(self, text: str, rounds: float = 0.0) -> None:
+        if not rounds and text.startswith("starting"):
             self._say(text)
 
     def rounds(self, done: int, total: int) -> None:
-        self._say(f"round {done} of {total}")
+        now = time.monotonic()
+        if not done:
+            self._rounds_began = now
+        left = f", {(now - self._rounds_began) / done * (total - done):.0f} s left" if 0 < done < total else ""
+        self._say(f"round {done} of {total}{left}")
 
     def _say(self, text: str) -> None:
         typer.echo(f"{time.monotonic() - self._began:6.1f} s  {text}", err=True)
@@ -98,6 +125,12 @@ def _progress() -> Iterator[_Bar | _Lines]:
     if not sys.stderr.isatty():
         yield _Lines()
         return
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         yield _Bar(bar)
