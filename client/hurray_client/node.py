@@ -55,6 +55,10 @@ PROOF_S: Final = 1.0
 _BEFORE_ANSWER: Final = frozenset({"connect", "session", "offer", "retry"})
 """Stages of an attempt in which the node has not yet said what became of an earlier one."""
 
+UNREACHED_TRIES: Final = 3
+"""Sessions in a row that reach a node's control plane and by no transport its data plane, before that is taken for what
+it is. A data plane that dies in the middle of connecting looks the same, once."""
+
 _BACKOFF_FIRST_S: Final = 0.05
 _BACKOFF_MAX_S: Final = 1.0
 
@@ -153,7 +157,8 @@ class Session:
             self._node.plane.unwatch(self.peer, self._lost)
         if opened:
             self.plane.close_peer(self.peer, abort=not self._said_bye)
-        self.is_passing &= error.code == "UNAVAILABLE" and not isinstance(error, NodeDraining)
+        unreached = isinstance(error, CapabilityMismatch) and bool(self.peer) and not opened
+        self.is_passing &= is_passing(error) or (unreached and self._node.count_unreached() < UNREACHED_TRIES)
         self._node.settle(self, _State.LOST, error)
 
     def _fault(self) -> HurrayError:
@@ -274,6 +279,7 @@ class Node:
         self._changed = threading.Condition()
         self._session: Session | None = None
         self._version_checked = False
+        self._unreached_count = 0
         self._closed = False
 
     @property
@@ -359,7 +365,15 @@ class Node:
         """The session's thread says what became of it."""
         with self._changed:
             session.state, session.error = state, error
+            if state is _State.OPEN:
+                self._unreached_count = 0
             self._changed.notify_all()
+
+    def count_unreached(self) -> int:
+        """One more session reached the control plane only; how many in a row."""
+        with self._changed:
+            self._unreached_count += 1
+            return self._unreached_count
 
     def _wake(self) -> None:
         with self._changed:

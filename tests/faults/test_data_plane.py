@@ -143,11 +143,7 @@ def through_shm(daemon: RunningDaemon, folder: Path) -> Iterator[tuple[Proxy, ht
 
 
 CODES = ("UNAVAILABLE", "DEADLINE_EXCEEDED")
-UNLIKE_CODES = {
-    # Who does not finish the handshake is not on this host: without another transport there is nothing to try again.
-    **dict.fromkeys(("challenge", "hello", "welcome"), (*CODES, "FAILED_PRECONDITION")),
-    "a packet cut short": (*CODES, "FAILED_PRECONDITION", "INVALID_ARGUMENT"),
-}
+CODES_OF_A_PACKET_CUT_SHORT = (*CODES, "FAILED_PRECONDITION")
 
 THROUGH = {"tcp": through_tcp, "shm": through_shm}
 
@@ -189,7 +185,7 @@ def test_there_is_one_outcome(daemon: RunningDaemon, tmp_path: Path, transport: 
             running = {}
             for number, (fault, at) in enumerate((fault, at) for fault in faults for at in points[kind]):
                 key, folder = f"{transport}/{kind}/{fault}/{at}", tmp_path / str(number)
-                codes = UNLIKE_CODES.get(fault) or UNLIKE_CODES.get(at) or CODES
+                codes = CODES_OF_A_PACKET_CUT_SHORT if fault == "a packet cut short" else CODES
                 running[f"{fault} at {at}"] = pool.submit(
                     hand_over, daemon, transport, direct, kind, key, folder, points[kind][at], faults[fault], codes
                 )

@@ -52,8 +52,8 @@ def test_no_target_fails_within_seconds(tmp_path: Path) -> None:
         folder.mkdir()
         ran = run(folder, "fuzz.run", target, "--seconds", str(SECONDS))
         if ran.returncode:
-            found = [path.read_bytes().hex() for path in folder.iterdir()]
-            return f"{target}: {found}\n{ran.stdout[-2000:]}\n{ran.stderr[-3000:]}"
+            inputs = [path.read_bytes().hex() for path in folder.iterdir()]
+            return f"{target}: {inputs}\n{ran.stdout[-2000:]}\n{ran.stderr[-3000:]}"
         done = re.search(r"Done (\d+) runs", ran.stderr)
         assert done is not None
         return "" if int(done[1]) else f"{target}: nothing was run"
