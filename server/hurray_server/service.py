@@ -74,6 +74,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
         self.audit: Final = audit
         self._node = node
         self._on_drain = on_drain
+        self._version = version("hurray-transfer")  # read from a file: once, while there are descriptors to open it
 
     # --- the node -------------------------------------------------------------------------------------------------
 
@@ -85,7 +86,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
         return pb.GetNodeResponse(
             protocol_version=PROTOCOL_VERSION,
             incarnation=node.incarnation,
-            version=version("hurray-transfer"),
+            version=self._version,
             node=node.config.node,
             transports=[pb.Transport(kind=item.kind, settings=item.settings) for item in mover.transports],
             type_tags=sorted(BY_TAG),
