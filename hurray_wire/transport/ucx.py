@@ -30,7 +30,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,6 +68,9 @@ _TAG_BITS = 64
 
 _MAX_PROBES = 1 << 14
 """Bounds one call of `drain_unknown`; it goes through 64 probes for each known message that waits."""
+
+PORTS_FIELD = "ucx.last_port"
+"""The field of the error that no port of the range is free."""
 
 _OK, _TRUNCATED = 0, -9
 """ucs_status_t (ucs/type/status.h)."""
@@ -154,6 +157,26 @@ def _require(holds: bool, name: str, offered: object, required: str) -> None:
             offered=offered,
             required=required,
         )
+
+
+def at_one_port(config: UcxConfig) -> UcxConfig:
+    """The same, at one port of its range that is free now. Another process may take it meanwhile. Raises
+    DataPlaneUnavailable where none is."""
+    for port in _sockets.free_ports(config.first_port, config.last_port):
+        return replace(config, first_port=port, last_port=port)
+    raise _no_free_port(config)
+
+
+def _no_free_port(config: UcxConfig) -> DataPlaneUnavailable:
+    ports = f"{config.first_port}-{config.last_port}"
+    return DataPlaneUnavailable(
+        f"UCX does not start on {','.join(config.net_devices)}, ports {ports}: every port is taken; a process that "
+        "uses UCX takes one",
+        stage="start",
+        field=PORTS_FIELD,
+        offered=ports,
+        required="a range with a free port",
+    )
 
 
 def why_no_ucx() -> str | None:
@@ -465,7 +488,6 @@ class UcxTransport(Transport):
         """UCX's context and worker, at a free port. Given the whole range, UCX tries ports in it for ever."""
         config, lib = self._config, self._ucxx.lib
         options = _context_config(config)
-        place = f"on {options['NET_DEVICES']}, ports {config.first_port}-{config.last_port}"
         for port in _sockets.free_ports(config.first_port, config.last_port):
             options["TCP_PORT_RANGE"] = f"{port}-{port}"
             try:
@@ -475,15 +497,10 @@ class UcxTransport(Transport):
             except lib.UCXBusyError:
                 continue
             except self._ucxx.error as error:
-                raise DataPlaneUnavailable(f"UCX does not start {place}: {error}", stage="start") from error
+                where = f"{options['NET_DEVICES']}, port {port}"
+                raise DataPlaneUnavailable(f"UCX does not start on {where}: {error}", stage="start") from error
             return context, worker
-        raise DataPlaneUnavailable(
-            f"UCX does not start {place}: every port is taken; a process that uses UCX takes one",
-            stage="start",
-            field="ucx.last_port",
-            offered=f"{config.first_port}-{config.last_port}",
-            required="a range with a free port",
-        )
+        raise _no_free_port(config)
 
     def parameters(self) -> TransportParameters:
         config = self._config

@@ -10,6 +10,7 @@ import ipaddress
 import json
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -105,6 +106,19 @@ class TcpSection(Section):
     """Host by which peers reach it, if not as it is listened at. A name is looked up once, at the start."""
 
 
+@dataclass(frozen=True, slots=True)
+class UcxSection(UcxConfig):
+    """UCX, and who reaches it."""
+
+    firewall: bool = False
+    """Refuse UCX's port, over every device but loopback, to hosts that have no session here."""
+
+    @property
+    def transport(self) -> UcxConfig:
+        """What the mover is told of it."""
+        return UcxConfig(**{item.name: getattr(self, item.name) for item in fields(UcxConfig)})
+
+
 class TransferConfig(Section):
     """How transfers run."""
 
@@ -158,7 +172,7 @@ class Config(BaseSettings):
     arena: ArenaConfig = ArenaConfig()
     shm: ShmSection = ShmSection()
     tcp: TcpSection = TcpSection()
-    ucx: UcxConfig = UcxConfig()
+    ucx: UcxSection = UcxSection()
     """UCX trusts whoever reaches `net_devices`: name none that strangers can reach."""
     leases: LeaseConfig = LeaseConfig()
     limits: LimitsConfig = LimitsConfig()
@@ -256,9 +270,14 @@ class Config(BaseSettings):
         return self._without if self.transports is None else {}
 
     @property
+    def has_firewall(self) -> bool:
+        """Whether UCX is to be guarded, and may run at all."""
+        return self.ucx.firewall and "ucx" in self.transports_config.kinds
+
+    @property
     def transports_config(self) -> TransportsConfig:
         """What the mover is told to start."""
-        tcp = _sockets(self.tcp_listen, self.tcp.advertise)
+        tcp, ucx = _sockets(self.tcp_listen, self.tcp.advertise), self.ucx.transport
         shm = ShmConfig(path=self.shm.path or DEFAULT_PATH, listens=True)
         if self.tls is None:
             tls = credentials = None
@@ -270,14 +289,14 @@ class Config(BaseSettings):
                 advertised, _ = split_address(self.advertise)
             tls = _sockets(listen, advertised)
         if self.transports is not None:
-            return TransportsConfig(self.transports, shm=shm, tcp=tcp, ucx=self.ucx, tls=tls, credentials=credentials)
+            return TransportsConfig(self.transports, shm=shm, tcp=tcp, ucx=ucx, tls=tls, credentials=credentials)
         return TransportsConfig(
             kinds=tuple(kind for kind in KINDS if kind not in self.left_out),
             optional=("ucx",) if self.shm.path else ("shm", "ucx"),
             by_merit=True,
             shm=shm,
             tcp=tcp,
-            ucx=self.ucx,
+            ucx=ucx,
             tls=tls,
             credentials=credentials,
         )

@@ -139,7 +139,9 @@ class Daemon:
         for kind, reason in config.left_out.items():
             _log.info("transport left out", transport=kind, reason=reason)
         kinds = [transport.kind for transport in mover.transports]
-        if "ucx" in kinds:
+        if "ucx" in kinds and config.ucx.firewall:
+            _log.info("ucx trusts this host and those with a session", net_devices=config.ucx.net_devices)
+        elif "ucx" in kinds:
             _log.warning("ucx trusts whoever reaches these devices", net_devices=config.ucx.net_devices)
         if "tcp" in kinds and not is_loopback(config.tcp_listen[0]):
             _log.warning("tcp is not encrypted: who can read its network reads the data", listen=config.tcp.listen)

@@ -15,14 +15,17 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Final, Protocol
 
 import structlog
 
+from hurray_server.firewall import Firewall
 from hurray_server.framing import FRAME_OVERHEAD_BYTES, pack, read_frame
 from hurray_server.mover_config import MoverConfig
 from hurray_wire.errors import DataPlaneUnavailable, HurrayError, ProtocolViolation
 from hurray_wire.status import from_status
+from hurray_wire.transport.ucx import PORTS_FIELD, at_one_port
 from hurray_wire.v1 import mover_pb2 as mpb
 from hurray_wire.v1 import transfer_pb2 as pb
 
@@ -37,6 +40,9 @@ ANSWER_S: Final = 10.0
 
 RESTART_DELAYS_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 4.0)
 """Before each try to start the next one; the last one repeats. Back to the first after a start that worked."""
+
+GUARDED_TRIES: Final = 5
+"""A guarded port is chosen before the mover starts: how many may meanwhile turn out to be another process's."""
 
 EXIT_S: Final = 5.0
 """How long a mover may take to exit after its socket was closed; longer than it gives itself for an orderly end."""
@@ -56,7 +62,8 @@ class MoverLink:
     """See the module.
 
     `on_up(started)`: a mover is ready. `on_down(error)`: it is gone. `on_peer_lost(peer, error)`: it lost a connection.
-    `on_reader_gone(transfer)`: who got a view by this transfer has let go of it.
+    `on_reader_gone(transfer)`: who got a view by this transfer has let go of it. `firewall`: guards UCX's port, from
+    before a mover listens at it until after that has ended.
     """
 
     def __init__(
@@ -67,8 +74,10 @@ class MoverLink:
         on_down: Callable[[HurrayError], None],
         on_peer_lost: Callable[[int, HurrayError], None],
         on_reader_gone: Callable[[int], None],
+        firewall: Firewall | None = None,
     ) -> None:
         self._config = config
+        self._firewall = firewall
         self._on_up = on_up
         self._on_down = on_down
         self._on_peer_lost = on_peer_lost
@@ -96,7 +105,13 @@ class MoverLink:
 
     async def start(self) -> None:
         """Start the first mover. Raises what keeps it from coming up; later ones are tried again and again."""
-        await self._start_one()
+        for left in reversed(range(1 if self._firewall is None else GUARDED_TRIES)):
+            try:
+                await self._start_one()
+                break
+            except DataPlaneUnavailable as error:
+                if error.field != PORTS_FIELD or not left:
+                    raise
         self.supervisor = asyncio.create_task(self._supervise())
 
     async def stop(self) -> None:
@@ -205,25 +220,51 @@ class MoverLink:
         if report.WhichOneof("report") != "started" or report.started.HasField("error"):
             await self._end_process(kill=True)
             raise from_status(report.started.error)
+        await self._check_guarded(report.started)
         self._heard_s = asyncio.get_running_loop().time()
         self.started = report.started
         self.usage = mpb.MoverUsage(arena=report.started.arena)
         self._on_up(report.started)
 
     async def _spawn(self) -> None:
+        config = await self._guarded()
         ours, theirs = socket.socketpair()
+        kept = () if self._firewall is None else self._firewall.descriptors
         with theirs, ExitStack() as undo:
             undo.enter_context(ours)
             ours.setblocking(False)
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-P", "-m", "hurray_server.mover", str(theirs.fileno()), self._config.to_json()),
-                pass_fds=(theirs.fileno(),),
+                *("-P", "-m", "hurray_server.mover", str(theirs.fileno()), config.to_json()),
+                pass_fds=(theirs.fileno(), *kept),
                 stdin=asyncio.subprocess.DEVNULL,
             )
             self._pidfd = os.pidfd_open(self._process.pid)
             self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
             undo.pop_all()
+
+    async def _guarded(self) -> MoverConfig:
+        """What to start a mover with, at a port that the firewall guards already. Raises DataPlaneUnavailable."""
+        config = self._config
+        if self._firewall is not None:
+            ucx = at_one_port(config.transports.ucx)
+            await self._firewall.guard(ucx.first_port)
+            config = replace(config, transports=replace(config.transports, ucx=ucx))
+        return config
+
+    async def _check_guarded(self, started: mpb.MoverStarted) -> None:
+        """Whether the firewall has stood since before there was this mover: nobody could condemn it until there was.
+        Without UCX, leave the port to other processes. Raises DataPlaneUnavailable."""
+        if self._firewall is None:
+            return
+        try:
+            if all(item.kind != "ucx" for item in started.transports):
+                await self._firewall.guard(None)
+            elif not self._firewall.stands:
+                raise DataPlaneUnavailable("the firewall of this node has failed", retry_after_s=1.0, stage="start")
+        except HurrayError:
+            await self._end_process(kill=True)
+            raise
 
     async def _supervise(self) -> None:
         while True:

@@ -15,6 +15,7 @@ import structlog
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from hurray_server.config import Config
+from hurray_server.firewall import Firewall
 from hurray_server.mover_config import MoverConfig
 from hurray_server.mover_link import MoverLink
 from hurray_server.quotas import Charge, Quotas
@@ -46,6 +47,10 @@ class Node:
     def __init__(self, config: Config, *, on_ready: Callable[[bool], None]) -> None:
         self.config: Final = config
         self.incarnation: Final = uuid.uuid4().int >> 64
+        firewall = None
+        if config.has_firewall:
+            firewall = Firewall(f"hurrayd_{self.incarnation:016x}", on_failed=self._unguarded)
+        self._firewall = firewall
         self.link: Final = MoverLink(
             MoverConfig(
                 arena_bytes=config.arena.bytes,
@@ -59,10 +64,14 @@ class Node:
             on_down=self._mover_down,
             on_peer_lost=self._peer_lost,
             on_reader_gone=self._reader_gone,
+            firewall=firewall,
         )
         self.limits: Final = config.wire_limits
         self.sessions: Final = Sessions(
-            self.link, max_sessions=config.limits.max_sessions, data_identity=_data_identity(config)
+            self.link,
+            max_sessions=config.limits.max_sessions,
+            data_identity=_data_identity(config),
+            firewall=firewall,
         )
         self.quotas: Final = Quotas(*read_quotas(config.quotas))
         self._charges: dict[int, Charge] = {}
@@ -109,6 +118,8 @@ class Node:
             self._expirer.cancel()
         self.sessions.end_all(NodeDraining("the node is shutting down"))
         await self.link.stop()
+        if self._firewall is not None:
+            await self._firewall.stop()
 
     def add(self, transfer: Transfer[Any]) -> None:
         """A transfer begins."""
@@ -215,6 +226,9 @@ class Node:
 
     def _peer_lost(self, peer: int, error: HurrayError) -> None:
         self.sessions.lose(peer, error)
+
+    def _unguarded(self, why: str) -> None:
+        self.link.condemn(why)
 
     def _mover_down(self, error: HurrayError) -> None:
         self._on_ready(False)

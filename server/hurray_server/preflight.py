@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from hurray_server.config import Config
+from hurray_server.firewall import check_firewall
 from hurray_wire.credentials import Credentials, read_credentials
 from hurray_wire.errors import InvalidRequest, Misuse
 
@@ -19,6 +20,8 @@ def preflight(config: Config) -> None:
             _named(partial(_check_files, credentials, section))
     if "ucx" in config.transports_config.kinds:
         _named(config.ucx.check_trusted)
+    if config.has_firewall:
+        check_firewall(config.ucx.net_devices)
     if config.audit.path is not None:
         _check_writable(config.audit.path)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from hurray_server.firewall import Address, Firewall
 from hurray_server.mover_link import MoverLink
 from hurray_server.principal import Principal
 from hurray_wire.errors import (
@@ -38,6 +39,8 @@ class Session:
     ended: asyncio.Future[HurrayError] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     is_open: bool = False
     transports: tuple[str, ...] = ()
+    admitted: Address | None = None
+    """What the firewall lets in for it."""
 
     def end(self, error: HurrayError) -> None:
         """It is over. Nothing happens the second time."""
@@ -47,10 +50,18 @@ class Session:
 
 class Sessions:
     """Sessions by tenant and incarnation of the peer: one each. `data_identity`: whose the certificate of this node's
-    tls data connections is."""
+    tls data connections is. `firewall`: keeps peers without a session away from UCX."""
 
-    def __init__(self, link: MoverLink, *, max_sessions: int, data_identity: Callable[[], str] = str) -> None:
+    def __init__(
+        self,
+        link: MoverLink,
+        *,
+        max_sessions: int,
+        data_identity: Callable[[], str] = str,
+        firewall: Firewall | None = None,
+    ) -> None:
         self._link = link
+        self._firewall = firewall
         self._max_sessions = max_sessions
         self._data_identity = data_identity
         self._sessions: dict[tuple[str, int], Session] = {}
@@ -67,15 +78,22 @@ class Sessions:
         _check_hello(hello)
         mover = self._link.require_up("session")
         offered = [transport.kind for transport in hello.transports]
-        choose_transport([ours.kind for ours in mover.transports], offered)
+        kinds = [ours.kind for ours in mover.transports]
+        choose_transport(kinds, offered)
         session = self._register(principal, hello.incarnation)
         try:
+            if self._firewall is not None and "ucx" in kinds and "ucx" in offered:
+                session.admitted = await self._firewall.admit(principal.address)
+                if session.ended.done():
+                    raise session.ended.result()
             opened = await self._link.open_peer(session.peer, _verified(hello.transports, principal))
         except BaseException:
             await self.close(session, abort=True)
             raise
         session.is_open = True
         session.transports = tuple(ours.kind for ours in mover.transports if ours.kind in opened)
+        if "ucx" not in opened:
+            self._shut_out(session)
         _log.info(
             "session opened",
             peer=f"{session.peer:016x}",
@@ -104,8 +122,11 @@ class Sessions:
         if self._forget(session):
             _log.info("session closed", peer=f"{session.peer:016x}", aborted=abort)
             closed = self._link.close_peer(session.peer, abort=abort)
+            closed.add_done_callback(lambda _: self._shut_out(session))
             if not abort:
                 await closed
+        else:
+            self._shut_out(session)
 
     def lose(self, peer: int, error: HurrayError) -> None:
         """The mover lost the connection to a peer."""
@@ -131,6 +152,12 @@ class Sessions:
         del self._by_peer[session.peer]
         del self._sessions[session.principal.tenant, session.incarnation]
         return True
+
+    def _shut_out(self, session: Session) -> None:
+        """Nothing of its connection is left."""
+        address, session.admitted = session.admitted, None
+        if self._firewall is not None and address is not None:
+            self._firewall.release(address)
 
     def _register(self, principal: Principal, incarnation: int) -> Session:
         name = principal.tenant, incarnation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import shutil
 import subprocess
@@ -38,28 +39,36 @@ class Host:
 
 
 @contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
+def two_hosts(network: str = "10.77.0.0/24", *, untested: str = "PARTITION") -> Iterator[tuple[Host, Host]]:
     """Skips the test where this process may not make namespaces, or has not the tools."""
     missing = [tool for tool in ("ip", "nft") if shutil.which(tool) is None]
     if missing or os.geteuid() != 0:
-        pytest.skip(f"NO PARTITION IS TESTED: {'no ' + ', '.join(missing) if missing else 'not root'}")
+        pytest.skip(f"NO {untested} IS TESTED: {'no ' + ', '.join(missing) if missing else 'not root'}")
     tag = uuid.uuid4().hex[:6]
-    hosts = Host(f"hurray-{tag}-a", f"hry{tag}a", "10.77.0.1"), Host(f"hurray-{tag}-b", f"hry{tag}b", "10.77.0.2")
+    first, second = str(ipaddress.ip_network(network)[1]), str(ipaddress.ip_network(network)[2])
+    hosts = Host(f"hurray-{tag}-a", f"hry{tag}a", first), Host(f"hurray-{tag}-b", f"hry{tag}b", second)
     try:
         for host in hosts:
             made = subprocess.run(["ip", "netns", "add", host.name], capture_output=True, text=True, check=False)
             if made.returncode:
-                pytest.skip(f"NO PARTITION IS TESTED: {made.stderr.strip()}")
+                pytest.skip(f"NO {untested} IS TESTED: {made.stderr.strip()}")
         a, b = hosts
         run("ip", "link", "add", a.device, "netns", a.name, "type", "veth", "peer", b.device, "netns", b.name)
         for host in hosts:
-            run("ip", "-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.device)
+            add_address(host, host.address, network)
             run("ip", "-n", host.name, "link", "set", host.device, "up")
             run("ip", "-n", host.name, "link", "set", "lo", "up")
         yield hosts
     finally:
         for host in hosts:
             subprocess.run(["ip", "netns", "del", host.name], capture_output=True, check=False)
+
+
+def add_address(host: Host, address: str, network: str) -> None:
+    """Give it one of this network."""
+    at_once = ["nodad"] if ":" in address else []
+    length = ipaddress.ip_network(network).prefixlen
+    run("ip", "-n", host.name, "addr", "add", f"{address}/{length}", "dev", host.device, *at_once)
 
 
 def run(*command: str) -> None:
