@@ -62,7 +62,7 @@ def remote_client(address: str, name: str, *, prefix: Sequence[str] = (), **sett
         [*prefix, sys.executable, "-m", "faults.remote_client", address],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=environment(**WIDE_PORTS, PYTHONPATH=str(TESTS), **settings),
+        env=environment(**(WIDE_PORTS | {"PYTHONPATH": str(TESTS)} | settings)),
         text=True,
     ) as process:
         try:

@@ -1,8 +1,8 @@
 """Worker addresses that no UCX made, from a peer that is let in.
 
 UCX unpacks them with assertions, and some take its process down. That is why it runs in a process of its own: the node
-lives, says what happened, and has another mover within seconds. ADDRESSES makes the run longer. The first of them has a version that there is not, which
-UCX 1.21 does not survive.
+lives, says what happened, and has another mover within seconds. The first of them has a version that there is not,
+which UCX 1.21 does not survive. ADDRESSES makes the run longer.
 """
 
 from __future__ import annotations
