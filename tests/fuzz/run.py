@@ -20,10 +20,14 @@ INPUT_BYTES = 4096
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("target")
+    parser.add_argument("target", nargs="?")
+    parser.add_argument("--list", action="store_true", help="print the names of the targets")
     parser.add_argument("file", nargs="?")
     parser.add_argument("--seconds", type=int, default=60)
     options = parser.parse_args()
+    if options.list:
+        print(*sorted(folder.name for folder in CORPUS.iterdir()))
+        return
     if options.file is not None:
         from fuzz.targets import TARGETS
 

@@ -16,7 +16,7 @@ from fuzz.targets import TARGETS
 from support.daemon import environment
 
 TESTS = Path(__file__).parents[1]
-SECONDS = int(os.environ.get("FUZZ_SECONDS", "8"))
+SECONDS = int(os.environ.get("FUZZ_SECONDS", "10"))
 MUTATIONS = int(os.environ.get("MUTATIONS", "50000"))
 
 pytestmark = pytest.mark.timeout(120 + 5 * SECONDS + MUTATIONS // 1000)
