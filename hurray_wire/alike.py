@@ -23,7 +23,6 @@ _START: Final = HEADER.size + SHAPE.size + next(item.offset for item in LAYOUT.f
 _END: Final = _START + _PLACE.size
 
 _KV_ROLES: Final = range(len(KV_ROLE_NAMES))
-_LAYER_INDEXES: Final = range(NO_LAYER)
 
 _geometry: Final[Callable[[Descriptor], tuple[Any, ...]]] = attrgetter(
     *(item.name for item in fields(Descriptor) if item.name not in ("kv_role", "layer_index"))
@@ -49,26 +48,18 @@ def change_each(descriptors: Iterable[Descriptor], change: Callable[[Descriptor]
         yield descriptor if alike is None else placed(alike, descriptor.kv_role, descriptor.layer_index)
 
 
-def encode_each(descriptors: Iterable[Descriptor], policy: Policy = STRICT) -> Iterator[bytes]:
-    """The canonical bytes of each. Raises what `Descriptor.encode` raises."""
+def pack_each(descriptors: Iterable[Descriptor]) -> Iterator[bytes]:
+    """The canonical bytes of each. All must have been checked, or decoded."""
     known: dict[tuple[Any, ...], bytes] = {}
     for descriptor in descriptors:
-        kv_role, layer_index = descriptor.kv_role, descriptor.layer_index
         key = _key(descriptor)
-        encoded = known.get(key)
-        if (
-            encoded is None
-            or kv_role not in _KV_ROLES
-            or (layer_index is not None and layer_index not in _LAYER_INDEXES)
-        ):
-            encoded = known[key] = descriptor.encode(policy)
-            yield encoded
+        packed = known.get(key)
+        if packed is None:
+            packed = known[key] = descriptor.pack()
+            yield packed
         else:
-            yield (
-                encoded[:_START]
-                + _PLACE.pack(kv_role, NO_LAYER if layer_index is None else layer_index)
-                + encoded[_END:]
-            )
+            layer_index = NO_LAYER if descriptor.layer_index is None else descriptor.layer_index
+            yield packed[:_START] + _PLACE.pack(descriptor.kv_role, layer_index) + packed[_END:]
 
 
 def decode_each(encoded: Iterable[bytes], policy: Policy = STRICT) -> Iterator[tuple[Descriptor, int]]:

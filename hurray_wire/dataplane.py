@@ -20,7 +20,6 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -53,7 +52,7 @@ from hurray_wire.view import Shown, View
 _log = get_logger("hurray.dataplane")
 
 SPIN_S: Final = 150e-6
-"""How long the thread polls after something happened before it sleeps, while transfers run."""
+"""How long the thread polls after something moved before it sleeps, while more is in flight."""
 
 STALL_S: Final = 5.0
 """Sends in flight without one completing for this long: the peer's data plane is taken for dead."""
@@ -186,6 +185,7 @@ class DataPlane:
         self._next_unknown_tags = 0.0
         self._wake_lock = threading.Lock()
         self._wake_fd = -1
+        self._asleep = False
         self._thread = threading.Thread(target=self._run, name="hurray-dataplane", daemon=True)
 
     # --- from any thread ----------------------------------------------------------------------------------------
@@ -276,9 +276,19 @@ class DataPlane:
         """The peer is being asked to close the connection: its end is no loss any more."""
         self._submit(lambda: self._leave_peer(peer))
 
-    def begin_source(self, number: int, order: SourceOrder) -> None:
-        """Begin a transfer as its source."""
-        self._submit(lambda: self._begin_source(number, order))
+    def begin_source(self, number: int, order: SourceOrder, *, soon: bool = True) -> None:
+        """Begin a transfer as its source. Unless `soon`, the thread hears of it with the next command, or `wake`: until
+        then it keeps no time for it, and is not in the way of who has to tell the offer first."""
+        self._commands.append(lambda: self._begin_source(number, order))
+        if soon:
+            self.wake()
+
+    def wake(self) -> None:
+        """Have the commands carried out that it may not have heard of."""
+        if self._asleep:
+            with self._wake_lock:
+                if self._wake_fd >= 0:
+                    os.eventfd_write(self._wake_fd, 1)
 
     def begin_target(self, number: int, order: TargetOrder) -> None:
         """Begin a transfer as its target; `number` becomes the upper 40 bits of its tags."""
@@ -300,9 +310,7 @@ class DataPlane:
 
     def _submit(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
-        with self._wake_lock:
-            if self._wake_fd >= 0:
-                os.eventfd_write(self._wake_fd, 1)
+        self.wake()
 
     def _call(self, work: Callable[[Future[T]], None]) -> Future[T]:
         """Have `work` done in the thread. It sets the future's result, then or later, or raises its exception."""
@@ -340,22 +348,29 @@ class DataPlane:
     def _loop(self) -> None:
         active_until = 0.0
         while True:
-            worked = self._run_commands()
+            worked, moved = self._run_commands(), False
             for transport in self._transports.values():
-                worked |= transport.progress()
+                moved |= transport.progress()
             now = time.monotonic()
             wake_at = self._run_timers(now)
             if (self._stopping or self._retiring) and not self._transfers and not self._peers:
                 return
-            if worked:
+            if moved:
                 active_until = now + SPIN_S
-            elif (not self._transfers or now >= active_until) and all(
-                transport.arm() for transport in self._transports.values()
-            ):
-                # A command that came in since it was looked for has made the eventfd readable.
-                self._poll.poll(None if wake_at is None else max(0.0, wake_at - time.monotonic()))
-                with suppress(BlockingIOError):
-                    os.eventfd_read(self._wake_fd)
+            elif not worked and (now >= active_until or not self._in_flight()):
+                self._sleep(wake_at)
+
+    def _in_flight(self) -> bool:
+        return any(transfer.machine.in_flight for transfer in self._transfers.values())
+
+    def _sleep(self, wake_at: float | None) -> None:
+        self._asleep = True
+        # Whoever adds a command after this look sees that the thread is asleep, and wakes it.
+        if not self._commands and all(transport.arm() for transport in self._transports.values()):
+            ready = self._poll.poll(None if wake_at is None else max(0.0, wake_at - time.monotonic()))
+            if any(descriptor == self._wake_fd for descriptor, _ in ready):
+                os.eventfd_read(self._wake_fd)
+        self._asleep = False
 
     def _run_commands(self) -> bool:
         ran = False

@@ -204,6 +204,10 @@ class Descriptor:
         The inverse of `decode_descriptor` on canonical input. Raises what `check_descriptor` raises.
         """
         check_descriptor(self, policy)
+        return self.pack()
+
+    def pack(self) -> bytes:
+        """`encode` for a descriptor that was checked, or decoded."""
         parts = [
             SHAPE.struct.pack(*self.shape, self.byte_offset),
             LAYOUT.struct.pack(

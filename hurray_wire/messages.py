@@ -6,10 +6,10 @@ Everything that comes from a peer is checked here before anything else sees it.
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -28,10 +28,10 @@ from hurray_wire.errors import (
     ProtocolViolation,
 )
 from hurray_wire.image import ImagePlan, plan_image
-from hurray_wire.limits import Limits
+from hurray_wire.limits import KEY_MAX_BYTES, Limits
 from hurray_wire.orders import Output
 from hurray_wire.paged import check_roles
-from hurray_wire.policy import STRICT, Policy
+from hurray_wire.policy import Policy
 from hurray_wire.status import from_status, to_status
 from hurray_wire.transport.base import TAG_TRANSFER_BITS, TransportParameters
 from hurray_wire.v1 import transfer_pb2 as pb
@@ -45,7 +45,9 @@ DURATION_MAX_S: Final = 3650 * 86400.0
 TRANSPORTS_MAX: Final = 16
 TRANSPORT_KIND_MAX: Final = 16
 
+_ACROSS_MACHINES: Final = Policy(cross_machine=True)
 _ANNOTATIONS_MAX: Final = 64
+_REQUEST_ID: Final = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}", re.IGNORECASE)
 _ANNOTATION_BYTES_MAX: Final = 256
 
 
@@ -62,10 +64,12 @@ class OfferedSnapshot:
 def check_key(key: str) -> None:
     """Raise InvalidRequest unless `key` is UTF-8 text of 1 to 512 bytes without control characters."""
     size = len(key.encode("utf-8", "surrogatepass"))
-    if not 1 <= size <= Limits().max_key_bytes:
+    if not 1 <= size <= KEY_MAX_BYTES:
         raise InvalidRequest(
-            "key length out of range", field="key", offered=size, required=f"1 to {Limits().max_key_bytes} bytes"
+            "key length out of range", field="key", offered=size, required=f"1 to {KEY_MAX_BYTES} bytes"
         )
+    if key.isprintable():
+        return
     for position, character in enumerate(key):
         if unicodedata.category(character) in ("Cc", "Cs"):
             raise InvalidRequest(
@@ -75,11 +79,7 @@ def check_key(key: str) -> None:
 
 def check_request_id(request_id: str) -> None:
     """Raise InvalidRequest unless it is a UUID4 in its usual text form."""
-    try:
-        valid = str(uuid.UUID(request_id)) == request_id.lower() and uuid.UUID(request_id).version == 4
-    except ValueError:
-        valid = False
-    if not valid:
+    if _REQUEST_ID.fullmatch(request_id) is None:
         raise InvalidRequest("not a request id", field="request_id", offered=request_id[:64], required="a UUID4")
 
 
@@ -109,7 +109,7 @@ def check_sizes(offer: pb.Offer, limits: Limits) -> None:
     check_transports(offer.transports)
 
 
-def read_offer(offer: pb.Offer, limits: Limits, policy: Policy = STRICT) -> OfferedSnapshot:
+def read_offer(offer: pb.Offer, limits: Limits) -> OfferedSnapshot:
     """Check an offer as far as it goes without its contents: descriptors by every rule, one shared structure, roles
     and layers, token counts, sizes. Costs memory in proportion to the message, never to what it declares.
 
@@ -118,14 +118,14 @@ def read_offer(offer: pb.Offer, limits: Limits, policy: Policy = STRICT) -> Offe
     """
     check_sizes(offer, limits)
     check_annotations(offer.annotations)
-    descriptors = _read_descriptors([tensor.descriptor for tensor in offer.tensors], limits, policy)
+    descriptors = _read_descriptors([tensor.descriptor for tensor in offer.tensors], limits)
     plan = plan_image(descriptors, offer.chunk_bytes, limits, view=offer.view)
     check_roles([(descriptor.layer_index, descriptor.kv_role_name) for descriptor in descriptors])
     counts = check_token_counts(descriptors[0], np.asarray(offer.token_counts, np.uint64))
     return OfferedSnapshot(descriptors, counts, plan, hash_of(offer.checksum))
 
 
-def _read_descriptors(encoded: Sequence[bytes], limits: Limits, policy: Policy) -> tuple[Descriptor, ...]:
+def _read_descriptors(encoded: Sequence[bytes], limits: Limits) -> tuple[Descriptor, ...]:
     descriptors: list[Descriptor] = []
 
     def short_enough() -> Iterator[bytes]:
@@ -137,7 +137,7 @@ def _read_descriptors(encoded: Sequence[bytes], limits: Limits, policy: Policy) 
             yield data
 
     try:
-        for descriptor, consumed in decode_each(short_enough(), replace(policy, cross_machine=True)):
+        for descriptor, consumed in decode_each(short_enough(), _ACROSS_MACHINES):
             given = len(encoded[len(descriptors)])
             if consumed != given:
                 raise InvalidDescriptor(

@@ -75,6 +75,12 @@ class Channels:
         self._line = self._open(None if self._watched is None else self._watched.current())
         self._retired: set[_Line] = set()
 
+    @property
+    def stub(self) -> TransferServiceStub:
+        """By which calls are made now, to compare with: only `use` keeps its channel open."""
+        with self._lock:
+            return self._current().stub
+
     @contextmanager
     def use(self) -> Iterator[TransferServiceStub]:
         """The stub to make calls by, until they have ended."""

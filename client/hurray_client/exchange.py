@@ -32,6 +32,9 @@ SETTLE_S: Final = 2.0
 
 SETTLE_LEAST_S: Final = 0.2
 
+_PATIENCE_S: Final = 0.005
+"""How long a transfer may run before the data plane is told that it has begun, unless something else wakes it."""
+
 DRAIN: Final = s.SourcePhase.SETTLING.value
 """Stage of a failed transfer whose memory is not free yet; the same at source and target."""
 
@@ -136,10 +139,13 @@ class Exchange:
 
     def _wait(self, *, for_node: bool) -> Ended:
         # Not a condition or a future: an interrupt inside those can leave their lock taken.
+        patience_s = _PATIENCE_S
         while self._ended is None or (for_node and not self._node_over):
             try:
-                self._bell.get(timeout=1.0)
+                self._bell.get(timeout=patience_s)
             except Empty:
+                patience_s = 1.0
+                self.plane.wake()
                 if self._ended is None and not self.plane.running:
                     self._settle(0.0)
                     raise DataPlaneUnavailable("the data plane of this process is gone", stage="drain") from None

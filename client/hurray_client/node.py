@@ -293,6 +293,10 @@ class Node:
         Raises TryAgain where another attempt may work, DeadlineExceeded and Cancelled of the call (stage "connect"),
         and what makes the two sides incompatible.
         """
+        session = self._session
+        if session is not None and session.state is _State.OPEN:
+            call.left_s("connect")
+            return session
         with self._changed:
             if self._closed:
                 raise Misuse("the client is closed")

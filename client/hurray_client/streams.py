@@ -127,22 +127,22 @@ class Streams:
 
     def take(self, method: str, user: User) -> Stream:
         """A stream of this method: an idle one of the channel that is current, or a new one. Raises Misuse."""
-        with self.channels.use() as stub:
-            while True:
-                with self._lock:
-                    if self._closed:
-                        raise Misuse("the client is closed")
-                    idle = self._idle[method]
-                    stream = idle.pop() if idle else None
-                    if stream is None:
-                        stream = Stream(self, method, next(self._numbers), user)
-                        self._all.add(stream)
-                        stream.thread.start()
-                        return stream
-                if stream.stub is not stub:
-                    stream.finish()
-                elif stream.take(user):
+        stub = self.channels.stub
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise Misuse("the client is closed")
+                idle = self._idle[method]
+                stream = idle.pop() if idle else None
+                if stream is None:
+                    stream = Stream(self, method, next(self._numbers), user)
+                    self._all.add(stream)
+                    stream.thread.start()
                     return stream
+            if stream.stub is not stub:
+                stream.finish()
+            elif stream.take(user):
+                return stream
 
     def give_back(self, stream: Stream) -> None:
         """The transfer is over at both sides: keep the stream for another."""

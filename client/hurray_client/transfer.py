@@ -19,7 +19,7 @@ from hurray_client.progress import Counted, OnProgress, Reporter
 from hurray_client.receipt import Receipt
 from hurray_client.stream import NOTHING_READY, ReadyTensors
 from hurray_wire import session as s
-from hurray_wire.alike import encode_each
+from hurray_wire.alike import pack_each
 from hurray_wire.checksum import NONE, Hash
 from hurray_wire.destination import Destination
 from hurray_wire.errors import (
@@ -132,7 +132,7 @@ class PutOrder:
             lease=optional_duration(self.lease_s, "lease_s"),
             overwrite=self.overwrite,
             incarnation=incarnation,
-            tensors=[pb.TensorOffer(descriptor=encoded) for encoded in encode_each(plan.descriptors)],
+            tensors=[pb.TensorOffer(descriptor=encoded) for encoded in pack_each(plan.descriptors)],
             token_counts=self.prepared.structure.token_counts.tolist(),
             transports=transports,
             checksum=cast("pb.Checksum", self.hash.number),
@@ -236,7 +236,7 @@ def put_once(node: Node, call: Call, order: PutOrder) -> Receipt:
         exchange.tell(pb.PutRequest(source=pb.SourceMessage(offer=offer), budget=to_duration(budget_s)))
         begin = SourceOrder(session.peer, payload, told, budget_s, exchange.listener(encode))
         if order.ready is None:
-            exchange.plane.begin_source(exchange.number, begin)
+            exchange.plane.begin_source(exchange.number, begin, soon=False)
         else:
             exchange.plane.begin_source(exchange.number, replace(begin, ready_tensors=NOTHING_READY))
             order.ready.follow(exchange.plane, exchange.number, plan)

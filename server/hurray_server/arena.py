@@ -92,7 +92,8 @@ class Arena:
     def __init__(
         self, total_bytes: int, *, grain_bytes: int | None = None, on_change: Callable[[], None] = lambda: None
     ) -> None:
-        """Raises DataPlaneUnavailable where the host does not have that much memory."""
+        """`on_change` is called at every change but a reservation, of which the caller knows. Raises
+        DataPlaneUnavailable where the host does not have that much memory."""
         self.total_bytes: Final = align(total_bytes)
         self._on_change = on_change
         available = available_memory()
@@ -153,7 +154,6 @@ class Arena:
             strange = self._shown_to_others(tenant).intersection(self._grains_of(extent))
             self._take(extent)
             self._extents[owner] = extent
-        self._on_change()
         try:
             for grain in strange:
                 self._replace(grain)

@@ -23,7 +23,7 @@ from typing import Final
 import structlog
 
 from hurray_server.arena import Arena, Bytes, TransferMemory
-from hurray_server.framing import FRAME_OVERHEAD_BYTES, FrameSender, receive_frame
+from hurray_server.framing import FRAME_OVERHEAD_BYTES, Frames, FrameSender, receive
 from hurray_server.grains import raise_descriptor_limit
 from hurray_server.logs import configure_logs
 from hurray_server.mover_config import MoverConfig, TransportsConfig
@@ -333,6 +333,8 @@ class Mover:
             case _:
                 accept = pb.Accept(transfer=transfer, transport=running.transport, window=running.window)
                 self._output(transfer, target=to_target_message(output, lambda: accept))
+                if isinstance(output, s.TellAccept):
+                    self._report_usage()  # for its memory, which the source need not wait for
 
     def _prepared(self, transfer: int, running: _Running, output: PrepareCommit) -> mpb.Prepared:
         summary = output.summary
@@ -434,14 +436,9 @@ def serve(connection: socket.socket, config: MoverConfig) -> int:
     except HurrayError as error:
         sender.send(mpb.MoverReport(started=mpb.MoverStarted(error=to_status(error))))
         return 1
-    max_bytes = config.limits.max_message_bytes + FRAME_OVERHEAD_BYTES
+    frames = Frames(mpb.MoverCommand, config.limits.max_message_bytes + FRAME_OVERHEAD_BYTES)
     gc.freeze()  # what was imported stays: no collection has to walk it beside a transfer
-    while True:
-        command = mpb.MoverCommand()
-        try:
-            receive_frame(connection, command, max_bytes)
-        except EOFError:
-            break
+    for command in receive(connection, frames):
         mover.carry_out(command)
     stopper = threading.Thread(target=mover.stop, daemon=True)
     stopper.start()

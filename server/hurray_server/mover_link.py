@@ -16,12 +16,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import structlog
 
 from hurray_server.firewall import Firewall
-from hurray_server.framing import FRAME_OVERHEAD_BYTES, pack, read_frame
+from hurray_server.framing import FRAME_OVERHEAD_BYTES, FrameConnection, Frames
 from hurray_server.mover_config import MoverConfig
 from hurray_wire.errors import DataPlaneUnavailable, HurrayError, ProtocolViolation
 from hurray_wire.status import from_status
@@ -88,8 +88,10 @@ class MoverLink:
         """The mover answers every open, in order: an answer nobody waits for must not pass for a later one's."""
         self._closing: dict[int, asyncio.Future[None]] = {}
         self._connected: set[int] = set()
-        self._writer: asyncio.StreamWriter | None = None
-        self._reader: asyncio.StreamReader | None = None
+        self._connection: FrameConnection[mpb.MoverReport] | None = None
+        self._early: deque[mpb.MoverReport] | None = None
+        """Reports of a mover that comes up; None: it is up, and they are taken as they come."""
+        self._came = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
         self._pidfd = -1
         self.supervisor: asyncio.Task[None] | None = None
@@ -191,15 +193,12 @@ class MoverLink:
 
     async def drain(self) -> None:
         """Wait until the mover has taken enough of what it was told for more to be sent."""
-        if self._writer is not None:
-            try:
-                await self._writer.drain()
-            except ConnectionError:
-                return  # its end is noticed by the reader
+        if self._connection is not None:
+            await self._connection.drain()
 
     def _send(self, command: mpb.MoverCommand) -> None:
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(pack(command))
+        if self._connection is not None:
+            self._connection.send(command)
 
     # --- supervision ------------------------------------------------------------------------------------------------
 
@@ -213,7 +212,7 @@ class MoverLink:
             ) from None
         try:
             async with asyncio.timeout(START_S):
-                report = await self._next_report()
+                report = await self._first_report()
         except (EOFError, TimeoutError, ProtocolViolation):
             await self._end_process(kill=True)
             raise DataPlaneUnavailable("the data plane of this node did not come up", stage="start") from None
@@ -225,6 +224,9 @@ class MoverLink:
         self.started = report.started
         self.usage = mpb.MoverUsage(arena=report.started.arena)
         self._on_up(report.started)
+        early, self._early = self._early, None
+        if self._connection is not None and early:
+            self._connection.take_all(early)
 
     async def _spawn(self) -> None:
         config = await self._guarded()
@@ -240,7 +242,12 @@ class MoverLink:
                 stdin=asyncio.subprocess.DEVNULL,
             )
             self._pidfd = os.pidfd_open(self._process.pid)
-            self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+            self._early = deque()
+            self._came.clear()
+            frames = Frames(mpb.MoverReport, self._config.limits.max_message_bytes + FRAME_OVERHEAD_BYTES)
+            _, self._connection = await asyncio.get_running_loop().create_unix_connection(
+                lambda: FrameConnection(frames, self._hear), sock=ours
+            )
             undo.pop_all()
 
     async def _guarded(self) -> MoverConfig:
@@ -281,14 +288,11 @@ class MoverLink:
                     break
 
     async def _run_one(self) -> DataPlaneUnavailable:
-        """Take reports until the mover ends; why it did."""
+        """Wait until the mover ends; why it did."""
         ping = asyncio.create_task(self._ping())
+        assert self._connection is not None
         try:
-            while True:
-                report = await self._next_report()
-                self._heard_s = asyncio.get_running_loop().time()
-                self._take(report)
-        except EOFError:
+            await self._connection.ended
             return DataPlaneUnavailable("the data plane of this node ended", retry_after_s=1.0)
         except ProtocolViolation as error:
             return DataPlaneUnavailable(f"the data plane of this node said nonsense: {error}", retry_after_s=1.0)
@@ -305,11 +309,28 @@ class MoverLink:
             if loop.time() - asked_s < 2 * PING_S and asked_s - self._heard_s > ANSWER_S:
                 self.condemn(f"no answer for {ANSWER_S:g} s")
 
-    async def _next_report(self) -> mpb.MoverReport:
-        assert self._reader is not None
-        report = mpb.MoverReport()
-        await read_frame(self._reader, report, self._config.limits.max_message_bytes + FRAME_OVERHEAD_BYTES)
-        return report
+    async def _first_report(self) -> mpb.MoverReport:
+        """What a mover says when it comes up. Raises EOFError, ProtocolViolation."""
+        assert self._connection is not None
+        ended = self._connection.ended
+        came = asyncio.ensure_future(self._came.wait())
+        try:
+            waits: set[asyncio.Future[Any]] = {ended, came}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            came.cancel()
+        if not self._early:
+            ended.result()
+            raise EOFError
+        return self._early.popleft()
+
+    def _hear(self, report: mpb.MoverReport) -> None:
+        if self._early is not None:
+            self._early.append(report)
+            self._came.set()
+        else:
+            self._heard_s = asyncio.get_running_loop().time()
+            self._take(report)
 
     def _take(self, report: mpb.MoverReport) -> None:
         match report.WhichOneof("report"):
@@ -376,9 +397,9 @@ class MoverLink:
     async def _end_process(self, *, kill: bool) -> None:
         """Close the socket and see the process out."""
         self.started = None
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
         if self._process is None:
             return
         if kill:

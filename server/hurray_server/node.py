@@ -89,6 +89,8 @@ class Node:
         self._drain_listeners: set[Callable[[], None]] = set()
         self._tenants: dict[str, int] = {}
         self._leases_changed = asyncio.Event()
+        self._looks_at_s = float("inf")
+        """When leases are looked at next."""
         self._expirer: asyncio.Task[None] | None = None
 
     # --- life -----------------------------------------------------------------------------------------------------
@@ -198,7 +200,9 @@ class Node:
 
     def leases_changed(self) -> None:
         """A lease began: it may be the next to end."""
-        self._leases_changed.set()
+        at_s = self.store.next_expiry_s()
+        if at_s is not None and at_s < self._looks_at_s:
+            self._leases_changed.set()
 
     async def _expire(self) -> None:
         while True:
@@ -206,6 +210,7 @@ class Node:
             for snapshot in self.store.expire(self.now_s()):
                 _log.info("lease ended", key=snapshot.key, generation=snapshot.generation)
             at_s = self.store.next_expiry_s()
+            self._looks_at_s = float("inf") if at_s is None else at_s
             try:
                 async with asyncio.timeout(None if at_s is None else max(0.0, at_s - self.now_s())):
                     await self._leases_changed.wait()

@@ -20,7 +20,7 @@ from structlog.contextvars import bind_contextvars, clear_contextvars
 from hurray_server.audit import Decision
 from hurray_server.node import Node
 from hurray_server.rpc import Answering, Context, abort, judge, not_a_message
-from hurray_server.transfers import Transfer
+from hurray_server.transfers import Mailbox, Transfer
 from hurray_wire.errors import DeadlineExceeded, HurrayError, PeerUnavailable, ProtocolViolation
 from hurray_wire.messages import read_duration
 from hurray_wire.status import to_status
@@ -75,15 +75,20 @@ class TransferStream:
         self._context = context
         self._direction = direction
         self._transfer: Transfer[Any] | None = None
-        self._firsts: asyncio.Queue[Any | HurrayError | None] = asyncio.Queue()
+        self._firsts: Mailbox[Any | HurrayError | None] = Mailbox()
         """First messages; None: no more of them; an error: what came could not be read."""
+        self._has_carried = False
+        self._loop = asyncio.get_running_loop()
+        self._idle_since_s: float | None = self._loop.time()
+        """None while it carries a transfer."""
+        self._timer = self._loop.call_later(FIRST_MESSAGE_S, self._look)
         self._begun = asyncio.Event()
         """Nothing is read while a transfer is being begun."""
 
     async def serve(self) -> None:
         """Carry transfers until the stream ends."""
         reader = asyncio.create_task(self._read())
-        undrain = self._node.on_drain(lambda: self._firsts.put_nowait(None))
+        undrain = self._node.on_drain(lambda: self._firsts.put(None))
         try:
             first = await self._first()
             while first is not None:
@@ -99,6 +104,7 @@ class TransferStream:
                 first = await self._next()
         finally:
             undrain()
+            self._timer.cancel()
             reader.cancel()
 
     async def _first(self) -> Any:
@@ -106,23 +112,30 @@ class TransferStream:
             self._servicer.callers.principal(self._context)
         except HurrayError as error:
             return error
-        try:
-            async with asyncio.timeout(FIRST_MESSAGE_S):
-                first = await self._firsts.get()
-        except TimeoutError:
-            return DeadlineExceeded(
-                "no first message in time", stage="open", budget_s=FIRST_MESSAGE_S, peer=self._context.peer()
-            )
+        first = await self._firsts.get()
         return ProtocolViolation("the stream ended before its first message") if first is None else first
 
     async def _next(self) -> Any:
         if self._node.draining:
             return None
-        try:
-            async with asyncio.timeout(FIRST_MESSAGE_S):
-                return await self._firsts.get()
-        except TimeoutError:
-            return None
+        self._idle_since_s = self._loop.time()
+        return await self._firsts.get()
+
+    def _look(self) -> None:
+        """Give up a stream that has carried nothing for long. One timer serves all its transfers."""
+        left_s = FIRST_MESSAGE_S
+        if self._idle_since_s is not None:
+            left_s = self._idle_since_s + FIRST_MESSAGE_S - self._loop.time()
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._look)
+        elif self._has_carried:
+            self._firsts.put(None)
+        else:
+            self._firsts.put(
+                DeadlineExceeded(
+                    "no first message in time", stage="open", budget_s=FIRST_MESSAGE_S, peer=self._context.peer()
+                )
+            )
 
     async def _read(self) -> None:
         direction, is_new = self._direction, True
@@ -134,7 +147,7 @@ class TransferStream:
                 elif is_new or direction.is_first(message):
                     is_new = False
                     self._begun.clear()
-                    self._firsts.put_nowait(message)
+                    self._firsts.put(message)
                     await self._begun.wait()
                 # Else it has crossed with the end of the transfer that it is about.
         except DecodeError:
@@ -150,11 +163,12 @@ class TransferStream:
         if error is not None and self._transfer is not None:
             self._transfer.cancel(error)
         else:
-            self._firsts.put_nowait(error)
+            self._firsts.put(error)
 
     async def _carry_one(self, first: Any) -> tuple[HurrayError | None, bool]:
         """Begin a transfer and carry it to its end; what it failed with, and whether its outcome was told already."""
         context, direction = self._context, self._direction
+        self._has_carried, self._idle_since_s = True, None
         clear_contextvars()
         bind_contextvars(method=direction.action.title(), address=context.peer())
         decision = Decision(direction.action, context.peer())

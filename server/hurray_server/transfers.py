@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
@@ -18,7 +19,7 @@ from hurray_server.quotas import Charge
 from hurray_server.requests import Running
 from hurray_server.sessions import Session
 from hurray_server.store import Claim, Contents, Pin, Snapshot
-from hurray_wire.alike import change_each, encode_each
+from hurray_wire.alike import change_each, pack_each
 from hurray_wire.errors import DataPlaneUnavailable, HurrayError, PeerUnavailable, ProtocolViolation
 from hurray_wire.limits import chunk_bytes_for, window_for
 from hurray_wire.messages import OfferedSnapshot
@@ -38,6 +39,30 @@ OVERDUE_S: Final = 10.0
 MessageT = TypeVar("MessageT", pb.TargetMessage, pb.SourceMessage)
 
 
+ItemT = TypeVar("ItemT")
+
+
+class Mailbox(Generic[ItemT]):
+    """A queue of any length for one reader: an asyncio.Queue without what that costs."""
+
+    def __init__(self) -> None:
+        self._items: deque[ItemT] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: ItemT) -> None:
+        """Add an item."""
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> ItemT:
+        """The next item, when there is one."""
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._items.popleft()
+
+
 class Transfer(ABC, Generic[MessageT]):
     """What puts and gets have in common. `error` is set before the end is in `messages`; None: it succeeded."""
 
@@ -55,7 +80,7 @@ class Transfer(ABC, Generic[MessageT]):
     ) -> None:
         """`end_slot` is called when it is over. Raises DataPlaneUnavailable."""
         self.number: Final = node.link.new_transfer(self)
-        self.messages: asyncio.Queue[MessageT | None] = asyncio.Queue()
+        self.messages: Mailbox[MessageT | None] = Mailbox()
         self.error: HurrayError | None = None
         self.facts: dict[str, object] = {}
         """For the audit log."""
@@ -66,14 +91,15 @@ class Transfer(ABC, Generic[MessageT]):
         self._over = False
         self._stream_lost = False
         self._began_s = time.monotonic()
-        self._log = _log.bind(
-            transfer=self.number,
-            kind=self.kind,
-            key=key,
-            request_id=request_id,
-            tenant=session.principal.tenant,
-            peer=f"{session.peer:016x}",
-        )
+        self._names: dict[str, object] = {
+            "transfer": self.number,
+            "kind": self.kind,
+            "key": key,
+            "request_id": request_id,
+            "tenant": session.principal.tenant,
+            "peer": f"{session.peer:016x}",
+        }
+        """For the log."""
         self._overdue = asyncio.get_running_loop().call_later(
             budget_s + OVERDUE_S, node.link.condemn, f"transfer {self.number} is overdue"
         )
@@ -104,12 +130,14 @@ class Transfer(ABC, Generic[MessageT]):
         self._overdue.cancel()
         self._leave()
         self._settle()
-        seconds = round(time.monotonic() - self._began_s, 6)
-        if error is None:
-            self._log.info("transfer succeeded", seconds=seconds)
-        else:
-            self._log.warning("transfer failed", seconds=seconds, reason=error.reason, error=str(error))
-        self.messages.put_nowait(None)
+        if error is not None:
+            _log.warning(
+                "transfer failed", **self._names, seconds=self._seconds(), reason=error.reason, error=str(error)
+            )
+        self.messages.put(None)
+
+    def _seconds(self) -> float:
+        return round(time.monotonic() - self._began_s, 6)
 
     def _leave(self) -> None:
         """Make room for another."""
@@ -175,7 +203,7 @@ class PutTransfer(Transfer[pb.TargetMessage]):
             case "target":
                 if output.target.WhichOneof("message") == "accept":
                     self.stage = "pages"
-                self.messages.put_nowait(output.target)
+                self.messages.put(output.target)
             case "prepared":
                 self._commit(output.prepared)
             case "ended":
@@ -222,14 +250,16 @@ class PutTransfer(Transfer[pb.TargetMessage]):
         self.facts = {"generation": snapshot.generation, "bytes": snapshot.contents.held_bytes}
         self._leave()
         # The source first: nothing that follows can change its outcome.
-        self.messages.put_nowait(pb.TargetMessage(receipt=receipt))
+        self.messages.put(pb.TargetMessage(receipt=receipt))
         self.input(mpb.TransferInput(commit=mpb.CommitResult()))
         asyncio.get_running_loop().call_soon(self._after_commit, receipt)
 
     def _after_commit(self, receipt: pb.Receipt) -> None:
         self._node.leases_changed()
-        self._log.info(
+        _log.info(
             "snapshot committed",
+            **self._names,
+            seconds=self._seconds(),
             generation=receipt.generation,
             bytes=receipt.wire_bytes,
             tensors=receipt.tensor_count,
@@ -289,7 +319,7 @@ class GetTransfer(Transfer[pb.SourceMessage]):
         offer.key = pin.snapshot.key
         offer.generation = pin.snapshot.generation
         offer.annotations.update(contents.annotations)
-        self.messages.put_nowait(pb.SourceMessage(offer=offer))
+        self.messages.put(pb.SourceMessage(offer=offer))
 
     def input(self, message: mpb.TransferInput) -> None:
         """See Transfer."""
@@ -305,7 +335,7 @@ class GetTransfer(Transfer[pb.SourceMessage]):
         """See Outputs."""
         match output.WhichOneof("output"):
             case "source":
-                self.messages.put_nowait(output.source)
+                self.messages.put(output.source)
             case "ended":
                 self._end(from_status(output.ended.error) if output.ended.HasField("error") else None)
 
@@ -317,15 +347,15 @@ class GetTransfer(Transfer[pb.SourceMessage]):
             self._node.readers.transferred(self.number)
         else:
             store.unpin(self._pin)
-        self._log = self._log.bind(generation=snapshot.generation, consumed=self._pin.consume)
+        self._names |= {"generation": snapshot.generation, "consumed": self._pin.consume}
+        if self.error is None:
+            _log.info("transfer succeeded", **self._names, seconds=self._seconds())
 
 
 def _as_held(offer: pb.Offer, offered: OfferedSnapshot) -> tuple[pb.TensorOffer, ...]:
     """The tensors with device, class and alignment of the mover's memory."""
     held = []
-    for tensor, encoded in zip(
-        offer.tensors, encode_each(change_each(offered.descriptors, in_host_memory)), strict=True
-    ):
+    for tensor, encoded in zip(offer.tensors, pack_each(change_each(offered.descriptors, in_host_memory)), strict=True):
         copy = pb.TensorOffer(descriptor=encoded)
         if tensor.HasField("kv_scale"):
             copy.kv_scale = tensor.kv_scale

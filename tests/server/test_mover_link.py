@@ -33,7 +33,7 @@ STAND_IN = """\
     #!{python}
     import os, signal, socket, sys
     from pathlib import Path
-    from hurray_server.framing import pack, receive_frame
+    from hurray_server.framing import Frames, pack, receive
     from hurray_wire.errors import CapabilityMismatch
     from hurray_wire.status import to_status
     from hurray_wire.v1 import mover_pb2 as mpb
@@ -50,12 +50,7 @@ STAND_IN = """\
             attempts.write("x")
         sys.exit(3)
     say(started=mpb.MoverStarted(incarnation=os.getpid()))
-    while True:
-        command = mpb.MoverCommand()
-        try:
-            receive_frame(connection, command, 1 << 20)
-        except EOFError:
-            sys.exit(0)
+    for command in receive(connection, Frames(mpb.MoverCommand, 1 << 20)):
         kind = command.WhichOneof("command")
         step = script.read_text().strip()
         if step == "hang":

@@ -74,9 +74,8 @@ class Setup:
         self.report(prepared=mpb.Prepared(receipt=receipt, viewable=True))
 
     def messages(self) -> list[pb.TargetMessage | None]:
-        found = []
-        while not self.put.messages.empty():
-            found.append(self.put.messages.get_nowait())
+        found = list(self.put.messages._items)
+        self.put.messages._items.clear()
         return found
 
     def known(self) -> object:
