@@ -36,7 +36,7 @@ from hurray_wire.errors import (
 )
 from hurray_wire.image import Chunk, ImagePlan
 from hurray_wire.log import get_logger
-from hurray_wire.memory import aligned_empty
+from hurray_wire.memory import huge_empty
 from hurray_wire.orders import Ended, PrepareCommit, SourceOrder, TargetOrder
 from hurray_wire.payload import TargetPayload
 from hurray_wire.transport.base import (
@@ -799,12 +799,10 @@ class DataPlane:
             transfer.staging[chunk.index] = _Staging(own, endpoint)
             return own
         size = transfer.plan.max_chunk_bytes
-        for number, buffer in enumerate(self._spare):
-            if buffer.nbytes >= size:
-                del self._spare[number]
-                break
-        else:
-            buffer = aligned_empty(max(size, transfer.plan.chunk_bytes))
+        # What was free last is what the processor's cache still holds.
+        fitting = (number for number in reversed(range(len(self._spare))) if self._spare[number].nbytes >= size)
+        number = next(fitting, None)
+        buffer = self._spare.pop(number) if number is not None else huge_empty(max(size, transfer.plan.chunk_bytes))
         transfer.staging[chunk.index] = _Staging(buffer, None)
         return buffer
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import mmap
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from .dtypes import BY_NAME, ElementType, from_numpy
 from .errors import InvalidSnapshot, Unsupported
 from .limits import PAGE_BYTES
+from .memfd import HUGE_PAGE_BYTES
 
 DEVICE_CPU: Final = 0x00
 DEVICE_CUDA: Final = 0x01
@@ -46,6 +48,26 @@ def aligned_empty(nbytes: int, *, prefault: bool = False) -> npt.NDArray[np.uint
     if prefault:
         flags |= getattr(mmap, "MAP_POPULATE", 0)
     return np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=np.uint8)
+
+
+def huge_empty(nbytes: int) -> npt.NDArray[np.uint8]:
+    """As `aligned_empty`, in huge pages where the system has them: their first touch is several times faster."""
+    return aligned_empty(nbytes) if nbytes < HUGE_PAGE_BYTES else map_huge(nbytes)[1]
+
+
+def map_huge(nbytes: int) -> tuple[mmap.mmap, npt.NDArray[np.uint8]]:
+    """Zero bytes in huge pages where the system has them: a mapping, and the uint8 [nbytes] of it that begin with one.
+
+    Raises OSError where the system has no memory.
+    """
+    size = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    mapping = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(mapping, dtype=np.uint8)
+    start = -whole.ctypes.data % HUGE_PAGE_BYTES
+    return mapping, whole[start : start + nbytes]
 
 
 def is_page_aligned(array: npt.NDArray[Any]) -> bool:

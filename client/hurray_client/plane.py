@@ -6,12 +6,13 @@ import atexit
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from hurray_client.config import ClientConfig, load_config
 from hurray_wire.credentials import Credentials
 from hurray_wire.dataplane import DataPlane
 from hurray_wire.errors import HurrayError, Misuse
+from hurray_wire.pool import MemoryPool
 from hurray_wire.transport.base import Transport, TransportParameters
 from hurray_wire.transport.shm import ShmConfig, ShmTransport
 from hurray_wire.transport.tls import SocketConfig, TcpTransport, TlsTransport
@@ -45,6 +46,8 @@ class LocalDataPlane:
             "tls": lambda: _make_tls(config.tls),
             "ucx": lambda: UcxTransport(ucx),
         }
+        self.memory: Final = MemoryPool()
+        """What gets receive into."""
         self._lock = threading.Lock()
         self._running: DataPlane | None = None
         self._retired: list[DataPlane] = []
@@ -111,6 +114,7 @@ class LocalDataPlane:
             for plane in planes:
                 plane.stop()
             atexit.unregister(self.close)
+        self.memory.close()
 
     def _lost(self, peer: int, error: HurrayError) -> None:
         watcher = self._watchers.get(peer)

@@ -30,7 +30,6 @@ from hurray_wire.errors import (
 )
 from hurray_wire.image import ImagePlan, plan_image
 from hurray_wire.limits import Limits, chunk_bytes_for, window_for
-from hurray_wire.memory import aligned_empty
 from hurray_wire.messages import (
     DURATION_MAX_S,
     OfferedSnapshot,
@@ -56,6 +55,7 @@ from hurray_wire.payload import (
     TargetPayload,
     ViewTarget,
 )
+from hurray_wire.pool import MemoryPool
 from hurray_wire.prepare import PreparedSnapshot
 from hurray_wire.snapshot import KVSnapshot, KVTensor
 from hurray_wire.status import from_status, to_status
@@ -257,7 +257,7 @@ def get_once(node: Node, call: Call, order: GetOrder) -> ReceivedSnapshot:
     try:
         choose_transport([transport], offer.transports)
         offered = _check_offer(order, opening, offer)
-        landing = _Landing(order.destination, offered)
+        landing = _Landing(order.destination, offered, node.plane.memory)
         budget_s = call.left_s("offer")
     except HurrayError as error:
         exchange.refuse(pb.GetRequest(target=pb.TargetMessage(stop=pb.Stop(error=to_status(error)))))
@@ -355,16 +355,16 @@ def _check_offer(order: GetOrder, opening: pb.GetOpen, offer: pb.Offer) -> Offer
 class _Landing:
     """Where a get's bytes go: memory of its own, or the caller's pages."""
 
-    def __init__(self, destination: Destination | None, offered: OfferedSnapshot) -> None:
+    def __init__(self, destination: Destination | None, offered: OfferedSnapshot, pool: MemoryPool) -> None:
         self._destination = destination
         plan, counts = offered.plan, offered.token_counts
         self.payload: ImageTarget | ScatterTarget | ViewTarget
         if destination is not None:
-            self.payload = ScatterTarget(plan, counts, destination, aligned_empty)
+            self.payload = ScatterTarget(plan, counts, destination, pool.take)
         elif plan.view_chunk is not None:
-            self.payload = ViewTarget(plan, counts, aligned_empty)
+            self.payload = ViewTarget(plan, counts, pool.take)
         else:
-            self.payload = ImageTarget(plan, counts, OwnMemory(aligned_empty))
+            self.payload = ImageTarget(plan, counts, OwnMemory(pool.take))
 
     def snapshot(self, receipt: Receipt) -> ReceivedSnapshot:
         """What has arrived. After the commit."""

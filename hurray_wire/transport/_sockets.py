@@ -17,6 +17,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
+from hurray_wire.transport._pacing import unpace
+
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
 """SO_LINGER: on, 0 seconds."""
 
@@ -68,8 +70,8 @@ def guard(
     remote_ports: Collection[int],
     opened_before: frozenset[str],
 ) -> int:
-    """Let unacknowledged data break a connection after `timeout_s`, and a close reset it, on every TCP socket that was
-    opened since and has one of these ports.
+    """Let unacknowledged data break a connection after `timeout_s`, a close reset it, and nothing pace it on this host,
+    on every TCP socket that was opened since and has one of these ports.
 
     Sockets that a listening socket accepts later inherit it. Returns how many sockets were found.
     """
@@ -85,6 +87,7 @@ def guard(
             if connection.getsockname()[1] in local_ports or remote_port in remote_ports:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(timeout_s * 1000))
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+                unpace(connection)
                 count += 1
     return count
 

@@ -31,6 +31,7 @@ from typing import Any, ClassVar, Final
 from hurray_wire.credentials import Credentials
 from hurray_wire.errors import CapabilityMismatch, DataPlaneUnavailable, HurrayError, Misuse, ProtocolViolation
 from hurray_wire.log import get_logger
+from hurray_wire.transport._pacing import unpace
 from hurray_wire.transport._socket_channel import Channel, PlainChannel, TlsChannel
 from hurray_wire.transport._socket_endpoint import Flow, SocketEndpoint
 from hurray_wire.transport._socket_frames import FRAMES_VERSION
@@ -277,6 +278,7 @@ class _SocketTransport(Transport):
             code = connection.connect_ex((host, port))
             if code not in (0, errno.EINPROGRESS):
                 raise OSError(code, os.strerror(code))
+            unpace(connection)
             channel = self._wrap(connection, accepts=False)
         except OSError as error:
             connection.close()
@@ -298,6 +300,7 @@ class _SocketTransport(Transport):
                 continue  # else the dialer has gone already
             try:
                 _set_options(connection, self._config)
+                unpace(connection)
                 channel = self._wrap(connection, accepts=True)
             except OSError:
                 connection.close()

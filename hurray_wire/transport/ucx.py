@@ -112,7 +112,7 @@ class UcxConfig:
     last_port: int = 7439
     """Range of TCP ports to listen at, both ends included; each worker takes one."""
 
-    tcp_tx_seg_size_bytes: int = 512 << 10
+    tcp_tx_seg_size_bytes: int = 1 << 20
     tcp_rx_seg_size_bytes: int = 1 << 20
     """Equal on all nodes: a longer segment than the receiver's overflows it. The receiver's is never the shorter."""
 

@@ -475,7 +475,7 @@ def test_segment_sizes_must_agree(transport):
     assert caught.value.details == {
         "field": "ucx.tcp_tx_seg_size",
         "offered": str(256 << 10),
-        "required": str(512 << 10),
+        "required": str(1 << 20),
     }
     other.close()
 
