@@ -74,7 +74,7 @@ def test_every_workload_is_run_over_every_transport(ran: tuple[Outcome, Steps]) 
     for name in ("memcpy", "gather", "socket", "stream_writer"):
         assert len(outcome.samples[CaseKey("paged", name, None)]) == 2
     assert len(outcome.samples[CaseKey("tiny", "echo", None)]) == 2
-    for peer in ("nixl", "nixl_tcp", "nixl_tcp_segments", "mooncake"):
+    for peer in ("nixl", "nixl_polled", "nixl_tcp", "nixl_tcp_polled", "nixl_tcp_segments", "mooncake"):
         assert outcome.skipped[peer] == "peers were left out"
 
 
@@ -138,7 +138,8 @@ def test_pages_get_the_figures_where_they_mark_it(ran: tuple[Outcome, Steps], tm
     assert text.startswith("# Figures\n\n")
     assert text.endswith("<!-- /bench -->\n\nthe end\n")
     assert "old" not in text
-    assert "`hurrayctl bench --json`, 2 rounds" in text
+    assert "`hurrayctl bench --json`: 2 rounds" in text
+    assert "libucp" not in text
     assert "| `tcp_put_vs_socket` | " in text
     assert "| shared_prefix | shm unchecked | " in text
     (row,) = [line for line in text.splitlines() if line.startswith("| shm | ")]

@@ -106,7 +106,12 @@ class Engine:
         read_seconds = time.monotonic() - began
         receipt = snapshot.receipt
         snapshot.close()
-        return {"seconds": seconds, "read_seconds": read_seconds, "wire_bytes": receipt.wire_bytes}
+        return {
+            "seconds": seconds,
+            "read_seconds": read_seconds,
+            "wire_bytes": receipt.wire_bytes,
+            "mapped_bytes": receipt.mapped_bytes,
+        }
 
     def get_into(self, workload: dict[str, Any], key: str, transport: str) -> dict[str, Any]:
         """One get into pages of this engine's own, which lie in another random order."""

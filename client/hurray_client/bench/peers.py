@@ -47,7 +47,8 @@ class PeerKind:
 
 
 def peer_kinds() -> tuple[PeerKind, ...]:
-    """All peers: NIXL as it comes, with UCX on tcp only, and that with our segment sizes; Mooncake over tcp."""
+    """All peers: NIXL as it comes, with UCX on tcp only, and that with our segment sizes; the first two also without
+    NIXL's progress thread, which costs a small machine a core on each side; Mooncake over tcp."""
     config = UcxConfig()
     tcp = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
     sizes = {
@@ -57,7 +58,9 @@ def peer_kinds() -> tuple[PeerKind, ...]:
     quiet = {"NIXL_LOG_LEVEL": "ERROR", "UCX_WARN_UNUSED_ENV_VARS": "n"}
     return (
         PeerKind("nixl", "nixl", "nixl_cu12", quiet),
+        PeerKind("nixl_polled", "nixl_polled", "nixl_cu12", quiet),
         PeerKind("nixl_tcp", "nixl", "nixl_cu12", quiet | tcp),
+        PeerKind("nixl_tcp_polled", "nixl_polled", "nixl_cu12", quiet | tcp),
         PeerKind("nixl_tcp_segments", "nixl", "nixl_cu12", quiet | tcp | sizes),
         PeerKind("mooncake", "mooncake", "mooncake.engine", {"MC_LOG_LEVEL": "ERROR", "MC_FORCE_TCP": "1"}),
     )
@@ -126,9 +129,11 @@ class Peer(ABC):
 class Nixl(Peer):
     """NIXL with its UCX backend; the target learns of the end by NIXL's own notification."""
 
+    progress_thread = True
+
     def _register(self) -> dict[str, Any]:
         api = importlib.import_module("nixl_cu12._api")
-        self._agent = api.nixl_agent(self._role, api.nixl_agent_config(backends=["UCX"]))
+        self._agent = api.nixl_agent(self._role, self._config(api))
         self._agent.register_memory([(self._address, self._memory.nbytes, 0, "")], "DRAM")
         return {
             "metadata": base64.b64encode(self._agent.get_agent_metadata()).decode(),
@@ -157,8 +162,17 @@ class Nixl(Peer):
         while time.monotonic() < until:
             if any(b"done" in messages for messages in self._agent.get_new_notifs().values()):
                 return
-            time.sleep(50e-6)  # its own thread makes the progress: leave it the core
+            time.sleep(50e-6)  # its own thread makes the progress, or the source's: leave it the core
         raise BenchError("NIXL's notification did not come in time")
+
+    def _config(self, api: Any) -> Any:
+        return api.nixl_agent_config(enable_prog_thread=self.progress_thread, backends=["UCX"])
+
+
+class NixlPolled(Nixl):
+    """The same without a thread of its own: progress is made where it is asked how far it is."""
+
+    progress_thread = False
 
 
 class Mooncake(Peer):

@@ -216,6 +216,15 @@ def _metered(pids: Sequence[int], taken_bytes: int = 0) -> Iterator[Callable[[],
     after.append(usage(pids))
 
 
+def _together(costs: Sequence[Cost]) -> Cost:
+    """Of several that do the same, each with a snapshot of its own: in sum, but for what one needs beside that."""
+    return Cost(
+        sum(cost.cpu_s for cost in costs),
+        sum(cost.peak_bytes for cost in costs),
+        max(cost.beyond_bytes for cost in costs),
+    )
+
+
 class _Stage:
     """The processes of one run, and the cases that they can run."""
 
@@ -330,9 +339,9 @@ class _Stage:
     def _run_concurrent(self, item: Workload, kind: str) -> Sample:
         sources = self._others[:SOURCE_COUNT]
         at = time.monotonic() + _START_TOGETHER_S
-        pids = [pid for worker in sources for pid in worker.pids]
         keys = [f"bench/concurrent/{number}" for number in range(len(sources))]
-        with _metered(pids) as source, _metered(self._node_pids) as target:
+        with ExitStack() as stack, _metered(self._node_pids) as target:
+            costs = [stack.enter_context(_metered(worker.pids)) for worker in sources]
             for worker, key in zip(sources, keys, strict=True):
                 worker.tell("put", workload=item.to_dict(), transport=kind, checksum=CHECKSUM, key=key, at=at)
             done, errors = [], []
@@ -352,7 +361,7 @@ class _Stage:
             max(finished),
             item.nbytes * len(sources),
             {"spread": max(finished) / min(finished)},
-            source(),
+            _together([cost() for cost in costs]),
             target(),
         )
 
@@ -369,7 +378,7 @@ class _Stage:
     def _run_get(self, item: Workload, kind: str, key: str = HELD_KEY) -> Sample:
         with _metered(self._node_pids) as source, _metered(self._engine.pids, item.nbytes) as target:
             done = self._engine.ask("get", key=key, transport=kind)
-        values = {name: done[name] for name in ("read_seconds", "wire_bytes")}
+        values = {name: done[name] for name in ("read_seconds", "wire_bytes", "mapped_bytes")}
         return Sample(done["seconds"], item.nbytes, values, source(), target())
 
     def _run_get_into(self, item: Workload, kind: str) -> Sample:

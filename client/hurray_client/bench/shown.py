@@ -82,13 +82,16 @@ def update_page(page: str, found: Found) -> str:
 def _case_rows(found: Found) -> Iterator[Sequence[str]]:
     for case in found["results"]:
         rate, seconds = case["gigabytes_per_second"], case["seconds"]
-        if rate is None or case["workload"] == "tiny":
+        mapped = case["values"].get("mapped_bytes")
+        if rate is None or mapped or case["workload"] == "tiny":
             median = f"{1e6 * seconds['median']:,.0f} us"
             spread = f"{1e6 * seconds['min']:,.0f}-{1e6 * seconds['max']:,.0f}"
         else:
             median, spread = f"{rate['median']:.2f} GB/s", f"{rate['min']:.2f}-{rate['max']:.2f}"
         name = case.get("transport") or case["baseline"]
-        if case["checksum"] == NO_CHECKSUM:
+        if mapped:
+            name += " view"
+        elif case["checksum"] == NO_CHECKSUM:
             name += " unchecked"
         cpu = _both(case["cpu_s_per_gb"], 1, "{:.2f}") if case["workload"] != "tiny" else ""
         # A baseline's process may take memory as it likes.
@@ -101,12 +104,19 @@ def _both(sides: Mapping[str, float | None] | None, unit: int, form: str) -> str
     return "+".join(form.format(value / unit) for value in (sides or {}).values() if value is not None)
 
 
-def _ratio_rows(found: Found) -> Iterator[Sequence[str]]:
-    """Those that have a median; what is of the first transport once, under its plain name."""
+def _details(found: Found) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """All figures; what is of the first transport once, under its plain name."""
     repeated = f"_{found['transports'][0]}" if found["transports"] else " "
     details = found["ratio_details"]
-    for name, figure in details.items():
-        if figure["median"] is not None and not (name.endswith(repeated) and name.removesuffix(repeated) in details):
+    for name, item in details.items():
+        if not (name.endswith(repeated) and name.removesuffix(repeated) in details):
+            yield name, item
+
+
+def _ratio_rows(found: Found) -> Iterator[Sequence[str]]:
+    """Those that have a median."""
+    for name, figure in _details(found):
+        if figure["median"] is not None:
             values = ["" if figure[key] is None else _number(figure[key]) for key in ("median", "min", "max")]
             yield name, *values, str(figure["rounds"] or ""), "lower" if figure["better"] == "lower" else ""
 
@@ -116,7 +126,9 @@ def _number(value: float) -> str:
 
 
 def _missing(found: Found) -> list[tuple[str, str]]:
-    return [(name, item["reason"] or "") for name, item in found["ratio_details"].items() if item["median"] is None]
+    """What is not there though it was asked for."""
+    reasons = {name: item["reason"] for name, item in _details(found) if item["median"] is None}
+    return [(name, reason) for name, reason in reasons.items() if not reason.endswith("was not run")]
 
 
 def _beyond(found: Found) -> list[str]:
@@ -128,12 +140,19 @@ def _beyond(found: Found) -> list[str]:
 
 
 def _machine(found: Found) -> str:
-    machine = found["machine"]
-    run = f"`{found['command']}`, {found['rounds']} rounds in {found['seconds'] / 60:.0f} minutes"
+    machine, seconds = found["machine"], found["seconds"]
+    took = f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"
     memory = f"{machine['memory_bytes'] / (1 << 30):.0f} GiB"
-    cores = f"{machine['cores']} cores of {machine['cpu']}, {memory}, Linux {machine['kernel']}"
     packages = [f"Python {machine['python']}", *(f"{name} {one}" for name, one in machine["packages"].items())]
-    return f"- {run}\n- {cores}\n- {', '.join(packages)}\n- {found['ucx']}"
+    ucx = re.sub(r" from \S+,", ",", found["ucx"])  # where it lies there is nobody's business
+    return "\n".join(
+        (
+            f"- `{found['command']}`: {found['rounds']} rounds, {took}",
+            f"- {machine['cores']} cores of {machine['cpu']}, {memory}, Linux {machine['kernel']}",
+            f"- {', '.join(packages)}",
+            f"- {ucx}",
+        )
+    )
 
 
 def _transports(found: Found) -> str:

@@ -17,6 +17,7 @@ KINDS: Final = {
     "engine": "hurray_client.bench.engine:Engine",
     "baseline": "hurray_client.bench.baselines:Baseline",
     "nixl": "hurray_client.bench.peers:Nixl",
+    "nixl_polled": "hurray_client.bench.peers:NixlPolled",
     "mooncake": "hurray_client.bench.peers:Mooncake",
 }
 """What a worker can be; imported only in the worker that is it."""

@@ -85,7 +85,7 @@ class Scale:
 
 FULL: Final = Scale()
 QUICK: Final = Scale(
-    large_bytes=1024 * MIB, source_bytes=64 * MIB, tiny_count=40, rounds=5, budget_s=42.0, every_checksum=False
+    large_bytes=1024 * MIB, source_bytes=64 * MIB, tiny_count=40, rounds=5, budget_s=47.0, every_checksum=False
 )
 
 SOURCE_COUNT: Final = 4
