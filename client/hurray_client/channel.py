@@ -31,6 +31,21 @@ LOOK_S: Final = 2.0
 
 LOOK_AGAIN_S: Final = 5.0
 
+TLS_NODE: Final = (
+    "the node speaks TLS only, and this client has no certificates: name them (tls=, HURRAY_TLS__*, or hurrayctl "
+    "--certificate, --key and --ca)"
+)
+PLAIN_TEXT_NODE: Final = (
+    "the node speaks plain text only: give it certificates ([tls] in hurrayd.toml), or call it without any where the "
+    "network is trusted"
+)
+
+_FRAME_HEADER_BYTES: Final = 9
+_FRAME_TYPE_OFFSET: Final = 3
+_SETTINGS: Final = 4
+_HTTP2_HELLO: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0])
+"""The preface and empty SETTINGS (RFC 9113, 3.4, 4.1 and 6.5)."""
+
 
 def channel_options(config: ClientConfig) -> list[tuple[str, Any]]:
     """gRPC's settings for a channel: message size, keepalive, and reconnecting soon."""
@@ -102,14 +117,17 @@ class Channels:
             line.channel.close()
 
     def why_no_connection(self) -> str | None:
-        """What is wrong with TLS between here and the node: None where nothing is found, and while the last look is no
-        more than a few seconds old."""
+        """What is wrong with TLS, or its absence, between here and the node: None where nothing is found, and while the
+        last look is no more than a few seconds old. Takes up to a few times LOOK_S."""
         with self._lock:
             now = time.monotonic()
-            if self._credentials is None or now < self._looked_at + LOOK_AGAIN_S:
+            if now < self._looked_at + LOOK_AGAIN_S:
                 return None
             self._looked_at = now
-        return look_at_tls(self._target, self._credentials)
+        if self._credentials is None:
+            return look_for_tls(self._target)
+        why = look_at_tls(self._target, self._credentials)
+        return None if why is None else f"no TLS connection to the node: {why}"
 
     def _current(self) -> _Line:
         pem = None if self._watched is None else self._watched.current()
@@ -147,26 +165,68 @@ def _valid(pem: Pem) -> Pem:
 
 def look_at_tls(target: str, credentials: Credentials) -> str | None:
     """Make a TLS connection as gRPC does, which does not tell why one fails: what is wrong, or None."""
-    host, _, port = target.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdigit() or "/" in host:
+    place = _place(target)
+    if place is None:
         return None
     try:
         context = ssl.create_default_context(cafile=str(credentials.ca))
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # gRPC is not that strict, and its refusal is looked for
         context.load_cert_chain(credentials.certificate, credentials.key, password=lambda: "")
         context.set_alpn_protocols(["h2"])
-        with (
-            socket.create_connection((host, int(port)), timeout=LOOK_S) as plain,
-            context.wrap_socket(plain, server_hostname=host) as connection,
-        ):
-            return _look_for_refusal(connection)
+        with socket.create_connection(place, timeout=LOOK_S) as plain:
+            try:
+                with context.wrap_socket(plain, server_hostname=place[0]) as connection:
+                    return _look_for_refusal(connection)
+            except ssl.SSLCertVerificationError:
+                raise
+            except OSError:
+                if _speaks_plain_text(place):
+                    return PLAIN_TEXT_NODE
+                raise
     except ssl.SSLCertVerificationError as error:
         return f"the certificate of the node: {error.verify_message}"
     except ssl.SSLError as error:
         return (error.reason or str(error)).lower().replace("_", " ")
     except OSError:
         return None
+
+
+def look_for_tls(target: str) -> str | None:
+    """Whether a call in plain text has met a node that wants TLS: what is wrong, or None. Nothing is told to the node,
+    or believed of it."""
+    place = _place(target)
+    if place is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with socket.create_connection(place, timeout=LOOK_S) as plain, context.wrap_socket(plain):
+            return TLS_NODE
+    except ssl.SSLError as error:
+        # Up to TLS 1.2 who comes without a certificate is turned away in the middle of the handshake: an answer, too.
+        return TLS_NODE if "ALERT" in (error.reason or "") else None
+    except OSError:
+        return None
+
+
+def _place(target: str) -> tuple[str, int] | None:
+    """Host and port of a target that is no more than these."""
+    host, _, port = target.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    return (host, int(port)) if host and port.isdigit() and "/" not in host else None
+
+
+def _speaks_plain_text(place: tuple[str, int]) -> bool:
+    """Whether HTTP/2 without TLS is answered in kind: by SETTINGS."""
+    try:
+        with socket.create_connection(place, timeout=LOOK_S) as connection:
+            connection.sendall(_HTTP2_HELLO)
+            frame = connection.recv(_FRAME_HEADER_BYTES, socket.MSG_WAITALL)
+    except OSError:
+        return False
+    return len(frame) == _FRAME_HEADER_BYTES and frame[_FRAME_TYPE_OFFSET] == _SETTINGS
 
 
 def _look_for_refusal(connection: ssl.SSLSocket) -> str | None:

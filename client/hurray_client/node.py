@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 import grpc
 
 from hurray_client.call import Alarms, Call
-from hurray_client.channel import Channels
+from hurray_client.channel import LOOK_S, Channels
 from hurray_client.config import ClientConfig
 from hurray_client.info import NodeInfo
 from hurray_client.plane import LocalDataPlane
@@ -346,10 +346,11 @@ class Node:
         if call is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not has_details(error):
             return call.late(stage)
         failure = rpc_error(error, stage=stage, peer=self.target)
-        if failure.code == "UNAVAILABLE" and not has_details(error):
+        has_time = call is None or call.can_wait(LOOK_S)
+        if failure.code == "UNAVAILABLE" and not has_details(error) and has_time:
             why = self.channels.why_no_connection()
             if why is not None:
-                return Unauthenticated(f"no TLS connection to the node: {why}", stage=stage, peer=self.target)
+                return Unauthenticated(why, stage=stage, peer=self.target)
         return TryAgain(failure) if call is not None and is_passing(failure) else failure
 
     def close(self) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+import ssl
 import threading
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 import hurray_client as ht
-from hurray_client.channel import look_at_tls
+from hurray_client.channel import PLAIN_TEXT_NODE, TLS_NODE, look_at_tls, look_for_tls
 from hurray_client.cli.main import app
 from hurray_client.node import _choose_transports, _known
 from hurray_wire.errors import ProtocolViolation
@@ -24,16 +26,20 @@ from hurray_wire.transport.tls import EXPECTED_IDENTITY
 from hurray_wire.v1 import transfer_pb2 as pb
 from sdk.ports import WIDE_PORTS
 from sdk.snapshots import assert_same_tokens, make_snapshot
-from support.daemon import running_daemon
+from support.daemon import RunningDaemon, running_daemon
 from support.identities import TRUSTED_UCX, Identified, identified_daemon, tls_table
 from transport.certificates import Authority
-
-QUICK = ht.ClientConfig(retry_s=0.5)
 
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Identified]:
     with identified_daemon(tmp_path_factory.mktemp("identities"), TRUSTED_UCX) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def plain_node() -> Iterator[RunningDaemon]:
+    with running_daemon() as running:
         yield running
 
 
@@ -107,8 +113,6 @@ def test_a_certificate_that_is_not_taken_is_told_at_once_and_by_name(node: Ident
     for tls, words in ((foreign, refused), (stranger, "certificate of the node")):
         with ht.connect(node.address, tls=tls) as client, pytest.raises(ht.Unauthenticated, match=f"(?i){words}"):
             client.stat("x")  # long before the time for trying again is over
-    with ht.connect(node.address, config=QUICK) as client, pytest.raises(ht.PeerUnavailable):
-        client.stat("x")
     with (
         running_daemon(tls_table(host, node.data)) as other,
         ht.connect(other.address, tls=node.tenant("a")) as client,
@@ -121,10 +125,90 @@ def test_a_certificate_that_is_not_taken_is_told_at_once_and_by_name(node: Ident
         ht.connect(node.address, tls=replace(node.tenant("a"), key=node.tenant("b").key))
 
 
-def test_looking_for_what_is_wrong_finds_nothing_where_nothing_is(node: Identified) -> None:
+@pytest.mark.parametrize("call", [lambda client: client.stat("x"), lambda client: client.put("x", make_snapshot())])
+def test_plain_text_to_a_node_that_wants_certificates_is_told_so(
+    node: Identified, call: Callable[[ht.Client], object]
+) -> None:
+    with ht.connect(node.address) as client, pytest.raises(ht.Unauthenticated, match=r"speaks TLS only.*--certificate"):
+        call(client)
+
+
+@pytest.mark.parametrize("call", [lambda client: client.stat("x"), lambda client: client.put("x", make_snapshot())])
+def test_certificates_shown_to_a_node_of_plain_text_are_told_so(
+    node: Identified, plain_node: RunningDaemon, call: Callable[[ht.Client], object]
+) -> None:
+    words = r"no TLS connection to the node: the node speaks plain text only.*\[tls\]"
+    with ht.connect(plain_node.address, tls=node.tenant("a")) as client, pytest.raises(ht.Unauthenticated, match=words):
+        call(client)
+
+
+@pytest.mark.parametrize("way", ["plain", "tls"])
+def test_hurrayctl_says_which_of_tls_and_plain_text_it_takes(
+    node: Identified, plain_node: RunningDaemon, way: str
+) -> None:
+    tls = node.tenant("a")
+    files = ["--certificate", str(tls.certificate), "--key", str(tls.key), "--ca", str(tls.ca)]
+    options, address = ([], node.address) if way == "plain" else (files, plain_node.address)
+    words = "speaks TLS only" if way == "plain" else "speaks plain text only"
+    for command in (["ls"], ["node"], ["stat", "x"]):
+        result = CliRunner().invoke(app, [*options, *command, "-t", address])
+        assert result.exit_code == 1, result.output
+        assert words in result.output
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_tls_is_recognised_though_it_turns_who_asks_away(node: Identified, version: ssl.TLSVersion) -> None:
+    made = node.authority.node("n")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(made.ca))
+    context.load_cert_chain(made.certificate, made.key)
+    context.minimum_version = context.maximum_version = version
+    context.verify_mode = ssl.CERT_REQUIRED
+
+    def serve(connection: socket.socket) -> None:
+        with suppress(OSError), context.wrap_socket(connection, server_side=True):
+            pass
+
+    with served(serve) as address:
+        assert look_for_tls(address) == TLS_NODE
+
+
+@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\4"])
+def test_what_is_neither_is_taken_for_neither(node: Identified, says: bytes) -> None:
+    def serve(connection: socket.socket) -> None:
+        with suppress(OSError), connection:
+            connection.recv(9)
+            connection.sendall(says)
+
+    with served(serve) as address:
+        assert look_for_tls(address) is None
+        assert look_at_tls(address, node.tenant("a")) != PLAIN_TEXT_NODE
+
+
+@contextmanager
+def served(serve: Callable[[socket.socket], None]) -> Iterator[str]:
+    """The address of a server that does this with each connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept() -> None:
+            with suppress(OSError):
+                while True:
+                    serve(listener.accept()[0])
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def test_looking_for_what_is_wrong_finds_nothing_where_nothing_is(node: Identified, plain_node: RunningDaemon) -> None:
     assert look_at_tls(node.address, node.tenant("a")) is None
     assert look_at_tls("127.0.0.1:1", node.tenant("a")) is None
     assert look_at_tls("unix:/nowhere", node.tenant("a")) is None
+    for target in (plain_node.address, "127.0.0.1:1", "unix:/nowhere", "nowhere"):
+        assert look_for_tls(target) is None
 
 
 # --- changed files --------------------------------------------------------------------------------------------------
