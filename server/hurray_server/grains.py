@@ -22,8 +22,9 @@ from hurray_wire import memfd
 Bytes = npt.NDArray[np.uint8]
 
 GRAIN_MIN_BYTES: Final = memfd.HUGE_PAGE_BYTES
-GRAIN_USUAL_BYTES: Final = 32 << 20
-"""As large as grains get without need: copying as much takes hardly longer than showing it."""
+GRAIN_USUAL_BYTES: Final = 64 << 20
+"""As large as grains get without need. Each that a reader maps costs it some 10 us; what is smaller than one is copied.
+"""
 
 _USUAL_COUNT: Final = 64
 _MAX_COUNT: Final = 4096
@@ -37,7 +38,7 @@ _MADV_COLLAPSE: Final = 25
 
 
 def grain_bytes_for(total_bytes: int) -> int:
-    """The size of grains for an arena of this size, a power of two: 64 of them or more, of 32 MiB where those are not
+    """The size of grains for an arena of this size, a power of two: 64 of them or more, of 64 MiB where those are not
     too many, for each takes a descriptor."""
     size = GRAIN_MIN_BYTES
     while size < GRAIN_USUAL_BYTES and size * _USUAL_COUNT < total_bytes:
