@@ -21,7 +21,14 @@ from hurray_client.call import Alarm, Call
 from hurray_client.node import Node, Session, has_details, rpc_error
 from hurray_wire import session as s
 from hurray_wire.dataplane import DataPlane
-from hurray_wire.errors import Cancelled, DataPlaneUnavailable, HurrayError, InternalError, Misuse
+from hurray_wire.errors import (
+    Cancelled,
+    DataPlaneUnavailable,
+    HurrayError,
+    InternalError,
+    Misuse,
+    PeerUnavailable,
+)
 from hurray_wire.orders import Ended, Listener, Output
 from hurray_wire.status import from_status
 
@@ -97,7 +104,9 @@ class Exchange:
         return None if heard is _END else heard
 
     def follow(self, take: Callable[[Any], None]) -> None:
-        """Hand all that comes, in a get after the first message, to `take`, in the stream's thread."""
+        """Once the machine has begun: hand all that comes, in a get after the first message, to `take`, in the stream's
+        thread. Whatever the node says before that, or the end of the stream, waits for it: a machine that has not begun
+        would not hear of it, and wait for the rest of its time."""
         self._takers.put(take)
 
     def run(self, call: Call, *, for_node: bool = True) -> Ended:
@@ -197,6 +206,8 @@ class Exchange:
             self._first.put(response)
         elif has_message:
             self._hand_over(response)
+        if over and not self._awaits_first:
+            self._await_machine()
         if over and response.outcome.HasField("error"):
             error = from_status(response.outcome.error)
             self.post(self._refusal(error))
@@ -208,21 +219,29 @@ class Exchange:
         """See streams.User."""
         if self._node_over:
             return
+        if not self._awaits_first:
+            self._await_machine()
         if isinstance(failure, grpc.RpcError):
             self._explain(failure)
         elif failure is not None:
             failure = self._fault(failure)
             self.post(s.Failed(failure))
+        else:
+            failure = PeerUnavailable("the node ended the stream", stage="offer", peer=self.node.target)
         self._node_over = True
         self._end(failure)
 
     def _hand_over(self, response: Any) -> None:
-        if self._take is None:
-            self._take = self._takers.get()
+        take = self._await_machine()
         try:
-            self._take(response)
+            take(response)
         except HurrayError as error:
             self.post(s.Failed(error))
+
+    def _await_machine(self) -> Callable[[Any], None]:
+        if self._take is None:
+            self._take = self._takers.get()
+        return self._take
 
     def _end(self, failure: Exception | None, *, machine_knows: bool = False) -> None:
         """Nothing more will be heard."""
