@@ -21,7 +21,7 @@ from hurray_server.audit import Decision
 from hurray_server.node import Node
 from hurray_server.rpc import Answering, Context, abort, judge, not_a_message
 from hurray_server.transfers import Mailbox, Transfer
-from hurray_wire.errors import DeadlineExceeded, HurrayError, PeerUnavailable, ProtocolViolation
+from hurray_wire.errors import DeadlineExceeded, HurrayError, NodeDraining, PeerUnavailable, ProtocolViolation
 from hurray_wire.messages import read_duration
 from hurray_wire.status import to_status
 from hurray_wire.v1 import mover_pb2 as mpb
@@ -102,6 +102,9 @@ class TransferStream:
                     with suppress(PeerUnavailable):  # its end is the reader's to see
                         await self._tell(None, pb.Outcome(error=to_status(error) if error is not None else None))
                 first = await self._next()
+            if self._node.draining:
+                # Of a kept stream the next first message may be on its way: whoever sent it learns why none is taken.
+                await abort(self._context, NodeDraining("the node is shutting down", stage="offer"))
         finally:
             undrain()
             self._timer.cancel()
@@ -113,7 +116,9 @@ class TransferStream:
         except HurrayError as error:
             return error
         first = await self._firsts.get()
-        return ProtocolViolation("the stream ended before its first message") if first is None else first
+        if first is None and not self._node.draining:
+            return ProtocolViolation("the stream ended before its first message")
+        return first
 
     async def _next(self) -> Any:
         if self._node.draining:
