@@ -225,14 +225,20 @@ def put_once(node: Node, call: Call, order: PutOrder) -> Receipt:
                 )
             exchange.accepted = True
             exchange.plane.accept(exchange.number, message.transfer, message.transport, message.window)
-        else:
-            exchange.post(message)
+            return
+        if isinstance(message, s.ReceiptReceived) and message.receipt.request_id != order.request_id:
+            raise ProtocolViolation(
+                "the receipt of another request",
+                field="request_id",
+                offered=message.receipt.request_id[:64],
+                required=order.request_id,
+            )
+        exchange.post(message)
 
     def encode(output: Output) -> pb.PutRequest:
         return pb.PutRequest(source=to_source_message(output))
 
     with reporter or nullcontext():
-        exchange.follow(take)
         exchange.tell(pb.PutRequest(source=pb.SourceMessage(offer=offer), budget=to_duration(budget_s)))
         begin = SourceOrder(session.peer, payload, told, budget_s, exchange.listener(encode))
         if order.ready is None:
@@ -240,6 +246,7 @@ def put_once(node: Node, call: Call, order: PutOrder) -> Receipt:
         else:
             exchange.plane.begin_source(exchange.number, replace(begin, ready_tensors=NOTHING_READY))
             order.ready.follow(exchange.plane, exchange.number, plan)
+        exchange.follow(take)
         ended = exchange.run(call)
         _raise_if_failed(exchange, ended)
     return Receipt.from_proto(ended.receipt)
