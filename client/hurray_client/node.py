@@ -52,8 +52,8 @@ BYE_S: Final = 2.0
 PROOF_S: Final = 1.0
 """How long a node of this host may take to show that shared memory reaches it; it takes about a millisecond."""
 
-_BEFORE_ANSWER: Final = frozenset({"connect", "session", "offer", "retry"})
-"""Stages of an attempt in which the node has not yet said what became of an earlier one."""
+_BEFORE_ANSWER: Final = frozenset({None, "connect", "session", "offer", "retry"})
+"""Stages of an attempt in which the node has not yet said what became of an earlier one; None: before it began."""
 
 UNREACHED_TRIES: Final = 3
 """Sessions in a row that reach a node's control plane and by no transport its data plane, before that is taken for what
@@ -415,8 +415,8 @@ def retrying(call: Call, retry_s: float, attempt: Callable[[], T]) -> T:
         except TryAgain as again:
             failure = unknown or _again(again.error)
         except HurrayError as error:
-            tells = error.code not in ("UNAVAILABLE", "DEADLINE_EXCEEDED") or error.stage not in _BEFORE_ANSWER
-            if unknown is None or tells:
+            ended_here = error.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED") or isinstance(error, Misuse)
+            if unknown is None or not ended_here or error.stage not in _BEFORE_ANSWER:
                 raise
             raise unknown from None
         pause_s = max(failure.retry_after_s or 0.0, delay_s * random.uniform(0.5, 1.0))  # noqa: S311 -- no secret

@@ -456,7 +456,9 @@ def test_settings_that_make_no_sense(monkeypatch: pytest.MonkeyPatch, name: str,
         (ht.NodeDraining("going", stage="offer"), ht.OutcomeUnknown),
         (ht.DeadlineExceeded("late", stage="pages"), ht.DeadlineExceeded),
         (ht.KeyExists("taken", stage="offer"), ht.KeyExists),
-        (ht.Cancelled("enough", stage="connect"), ht.Cancelled),
+        (ht.Cancelled("enough", stage="connect"), ht.OutcomeUnknown),
+        (ht.Cancelled("enough", stage="pages"), ht.Cancelled),
+        (ht.Misuse("the client is closed"), ht.OutcomeUnknown),
     ],
 )
 def test_an_outcome_stays_unknown_until_an_attempt_tells(later: ht.HurrayError, raised: type[ht.HurrayError]) -> None:
@@ -468,6 +470,17 @@ def test_an_outcome_stays_unknown_until_an_attempt_tells(later: ht.HurrayError, 
     with pytest.raises(raised):
         retrying(Call(10), 10, attempt)
     assert failures == []
+
+
+def test_a_cancellation_is_no_outcome() -> None:
+    call = Call(10)
+
+    def attempt() -> None:
+        call.cancel()
+        raise ht.OutcomeUnknown("perhaps", stage="cancel", cause="CANCELLED")
+
+    with pytest.raises(ht.OutcomeUnknown):
+        retrying(call, 10, attempt)
 
 
 def test_a_cancellation_reaches_who_comes_late() -> None:
