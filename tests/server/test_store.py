@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from hurray_server.node import generations_before
 from hurray_server.store import Claim, Contents, Pin, Store
 from hurray_wire.errors import (
     HurrayError,
@@ -74,6 +75,16 @@ def test_the_four_ways_to_be_gone_are_told_apart() -> None:
     assert setup.reason("lost") is SnapshotLost
     assert setup.reason("never") is KeyNotFound
     assert setup.reason("deleted", 99) is KeyNotFound
+
+
+def test_generations_of_one_life_are_never_those_of_another() -> None:
+    born = generations_before(1_800_000_000.0)
+    assert generations_before(1_800_000_001.0) == born + 1000 * 4096
+    assert generations_before(0.0) == 0  # a clock that nobody has set
+    assert generations_before(3_900_000_000.0) < 1 << 53
+    store = Store(lambda _: None, max_snapshots=1, generation=born)
+    claim = store.claim("k", overwrite=False, now_s=0.0)
+    assert store.commit(claim, contents(1), lease_s=9.0, now_s=0.0).generation == born + 1
 
 
 def test_tombstones_end_after_their_time_and_above_their_number() -> None:
