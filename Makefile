@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 LATER := test-cluster cluster-up cluster-down test-vllm
 
-.PHONY: help demo test fuzz check bench bench-peers $(LATER)
+.PHONY: help demo test simulate fuzz check bench bench-peers $(LATER)
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' Makefile | while read -r target text; do printf '  make %-11s %s\n' "$$target" "$$text"; done
@@ -16,6 +16,9 @@ demo: $(INSTALLED) ## hand a cache from one process to another through two daemo
 
 test: $(INSTALLED) ## every test, UCX included
 	$(BIN)/pytest
+
+simulate: $(INSTALLED) ## 10,000 transfers among faults, from a seed; ARGS="--seed 7 --transfers 100000"
+	@PYTHONPATH=tests $(BIN)/python -m simulation $(ARGS)
 
 fuzz: $(INSTALLED) ## fuzz what peers and files bring, SECONDS=60 for each target
 	@cd tests && for target in $$($(CURDIR)/$(BIN)/python -m fuzz.run --list); do \

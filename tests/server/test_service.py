@@ -18,7 +18,7 @@ import hurray_client as ht
 from hurray_server.audit import Audit
 from hurray_server.daemon import SERVICE_NAME
 from hurray_server.identity import LocalCallers
-from hurray_server.service import Service
+from hurray_server.service import Service, _write
 from hurray_wire.descriptor import build_descriptor
 from hurray_wire.dtypes import BY_NAME
 from hurray_wire.errors import (
@@ -554,3 +554,13 @@ def test_a_snapshot_comes_out_as_it_went_in_and_is_consumed_once(daemon: Running
         client.get(key, consume=True).close()
         with pytest.raises(KeyDeleted):
             client.get(key)
+
+
+def test_a_stream_that_breaks_under_an_answer_is_no_fault_of_the_node() -> None:
+    class Broken:
+        async def write(self, _message: object) -> None:
+            raise RuntimeError("ExecuteBatchError")
+
+    with pytest.raises(PeerUnavailable) as caught:
+        asyncio.run(_write(Broken(), pb.SessionResponse()))  # type: ignore[arg-type]
+    assert caught.value.stage == "session"

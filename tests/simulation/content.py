@@ -106,6 +106,11 @@ class Content:
         for scales in self.parameters:
             scales[~shape.live] = 1.0
 
+    @property
+    def wire_bytes(self) -> int:
+        """Of its page pools."""
+        return sum(pool.nbytes for pool in self.pools)
+
     def _slots(self, cache: npt.NDArray[Any]) -> Bytes:
         shape = self.shape
         return cache.view(np.uint8).reshape(shape.num_pages, shape.page_size, shape.slot_bytes)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from hurray_client.transfer import EAGER_BYTES
 from hurray_wire import session as s
 from hurray_wire.errors import InvalidContents, NodeDraining
 from hurray_wire.image import INDEX, Chunk
@@ -81,7 +82,7 @@ class Fault(Enum):
     LONG_MESSAGE = ("the source sends too much", (OPENING, *_SENDING))
     STAGING_FAILS = ("the source cannot stage a chunk", (OPENING, *_SENDING))
     INDEX_INVALID = ("the source sends a page id that is out of range", (OPENING, "source OFFERED"))
-    CONTENTS_INVALID = ("the source sends a scale that no format allows", (OPENING, *_SENDING))
+    CONTENTS_INVALID = ("the source sends a scale that no format allows", (OPENING,))
 
     def __init__(self, text: str, rows: tuple[str, ...]) -> None:
         self.text = text
@@ -150,7 +151,7 @@ class Injector:
 
     def choose(self, op: Op, row: str) -> Fault | None:
         """A fault for this row, one of those that were met least there."""
-        fitting = [fault for fault in Fault if row in fault.rows and self._fits(op, fault)]
+        fitting = [fault for fault in Fault if row in fault.rows and self._fits(op, fault, row)]
         if not fitting:
             return None
         random = self.world.kernel.random
@@ -160,9 +161,12 @@ class Injector:
         fewest = min(self.coverage.hits[row, fault] for fault in fitting)
         return random.choice([fault for fault in fitting if self.coverage.hits[row, fault] <= fewest + 1])
 
-    def _fits(self, op: Op, fault: Fault) -> bool:
+    def _fits(self, op: Op, fault: Fault, row: str) -> bool:
         if fault in (Fault.RETRY_SAME, Fault.RETRY_OTHER):
             return op.kind == "put" and op.content is not None
+        small = op.kind == "put" and op.content.wire_bytes <= EAGER_BYTES
+        if fault in AT_THE_SOURCE and small and row != OPENING:
+            return False  # it was staged before it was offered
         if fault is Fault.DIRTY_SLOTS:
             return op.kind == "put" and bool((~op.content.shape.live).any())
         if fault is Fault.CONTENTS_INVALID:
@@ -341,12 +345,14 @@ class Injector:
         op.tampered.add("node")
         random = self.world.kernel.random
         for call in self.world.calls_of(op):
+            call.tampered.add(Fault.ROGUE_TO_NODE)
             call.up.send(call._reach, "message", random.choice(_rogue_requests(op.kind, call)))
 
     def _rogue_to_client(self, op: Op, _: Any) -> None:
         op.tampered.add("client")
         random = self.world.kernel.random
         for call in self.world.calls_of(op):
+            call.tampered.add(Fault.ROGUE_TO_CLIENT)
             call.down.send(call._deliver, random.choice(_rogue_answers(op.kind, random)))
 
 
@@ -390,7 +396,10 @@ def _rogue_answers(kind: str, random: Any) -> list[bytes]:
             pb.TargetMessage(stop=stop),
             pb.TargetMessage(),
         ]
-        return [pb.PutResponse(target=message).SerializeToString() for message in targets]
+        outcomes = [pb.PutResponse(outcome=pb.Outcome()), pb.PutResponse(outcome=pb.Outcome(error=stop.error))]
+        return [
+            item.SerializeToString() for item in (*(pb.PutResponse(target=message) for message in targets), *outcomes)
+        ]
     sources = [
         pb.SourceMessage(offer=pb.Offer(key="again")),
         pb.SourceMessage(checksums=pb.ChunkChecksums(first_chunk=7, values=[1, 2])),
@@ -398,7 +407,8 @@ def _rogue_answers(kind: str, random: Any) -> list[bytes]:
         pb.SourceMessage(stop=stop),
         pb.SourceMessage(),
     ]
-    return [pb.GetResponse(source=message).SerializeToString() for message in sources]
+    outcomes = [pb.GetResponse(outcome=pb.Outcome()), pb.GetResponse(outcome=pb.Outcome(error=stop.error))]
+    return [item.SerializeToString() for item in (*(pb.GetResponse(source=message) for message in sources), *outcomes)]
 
 
 def spoil(op: Op, plan: Any, chunk: Chunk, staged: Any, world: Payloads) -> Any:
@@ -409,7 +419,10 @@ def spoil(op: Op, plan: Any, chunk: Chunk, staged: Any, world: Payloads) -> Any:
                 op.armed.remove(fault)
                 op.struck.append(fault)
                 world.lie = False
-                raise world.kernel.random.choice((InvalidContents("no value", rule="V14"), OSError("bad memory")))
+                current = world.kernel.current
+                if current is not None and current.name == "hurray-dataplane" and world.kernel.random.random() < 0.5:
+                    raise OSError("bad memory")
+                raise InvalidContents("no value", rule="V14")
             case Fault.CHECKSUM_LIE:
                 op.armed.remove(fault)
                 op.struck.append(fault)

@@ -210,7 +210,7 @@ class Judge(Payloads):
         """Who waits for another attempt of its request waits no longer than that runs."""
         op, heard_s = context.op, context.heard_s
         ended_s = None if op is None else self.ended_s.get(op.request_id)
-        if context.method != "Put" or ended_s is None or heard_s is None or not heard_s < ended_s:
+        if context.method != "Put" or ended_s is None or heard_s is None or not heard_s < ended_s or op.over:
             return
         requests = server.process.node.requests
         began = context in self.contexts.values() or ("local", op.request_id) in requests._running
@@ -232,7 +232,6 @@ class Judge(Payloads):
             ("readers", store._readers),
             ("consumers", store._consumers),
             ("waiters", store._waiters),
-            ("waits for a drain", node._drain_listeners),
             ("transfers of the link", link._transfers),
             ("opens under way", link._opening),
             ("closes under way", link._closing),
@@ -240,6 +239,9 @@ class Judge(Payloads):
         ):
             if left:
                 self.fail(f"{host.target} at rest still has {what}: {left}")
+        streams = [item for item in self.network.servers[host.target].contexts if item.method in ("Put", "Get")]
+        if len(node._drain_listeners) > len(streams):
+            self.fail(f"{host.target} at rest has {len(streams)} streams, and {node._drain_listeners} wait for a drain")
         self.audit()
         store.audit()
         usage = mover._arena.usage()
@@ -302,9 +304,12 @@ class Judge(Payloads):
         said = self._said.setdefault(call, [])
         if kind in ("accept", "offer", "receipt", "stop") and kind in said:
             self.fail(f"the node says {kind} twice to {call.op}")
-        if "receipt" in said or ("stop" in said and kind != "stop"):
+        if kind is not None and ("receipt" in said or ("stop" in said and kind != "stop")):
             self.fail(f"the node says {kind} after {said} to {call.op}")
-        said.append(kind)
+        if kind is not None:
+            said.append(kind)
+        if message.HasField("outcome"):
+            said.clear()  # the next transfer's
 
     def judge(self, op: Op) -> None:
         """A call has returned."""

@@ -100,8 +100,11 @@ class Call:
         self.channel = channel
         self.method = method.rpartition("/")[2]
         self.up, self.down = Pipe(kernel), Pipe(kernel)
-        self.op = kernel.current.op if kernel.current is not None else None
+        self._thread = kernel.current
+        self._op = None if self._thread is None else self._thread.op
         self.process = kernel.process
+        self.tampered: set[Any] = set()
+        """Faults that one side has met which the other has no part in: what comes next on the stream may, too."""
         self.told: list[Any] = []
         """What the client said, as it said it."""
         self.heard: list[Any] = []
@@ -140,6 +143,11 @@ class Call:
     def _reach(self, kind: str, data: bytes) -> None:
         if self.context is not None:
             self.context._take(kind, data)
+
+    @property
+    def op(self) -> Any:
+        """What somebody asked for that it carries: a stream of transfers now one, now the other."""
+        return self._thread.op if self.method in ("Put", "Get") and self._thread is not None else self._op
 
     @property
     def active(self) -> bool:
@@ -295,10 +303,8 @@ class Context:
 
     def __init__(self, call: Call, server: Server, handler: Any) -> None:
         self._call = call
-        self.op = call.op
         self.method = call.method
-        self.heard_s: float | None = None
-        """When the first message was read."""
+        self._heard: tuple[Any, float] | None = None
         self._handler = handler
         self._kernel = call.kernel
         self._server = server
@@ -309,6 +315,16 @@ class Context:
         """When the stream broke, if it did."""
         self._over = False
         self.task: asyncio.Task[None] | None = None
+
+    @property
+    def op(self) -> Any:
+        """See Call."""
+        return self._call.op
+
+    @property
+    def heard_s(self) -> float | None:
+        """When the offer of what it carries was read, until something is said to it."""
+        return self._heard[1] if self._heard is not None and self._heard[0] is self.op else None
 
     def peer(self) -> str:
         return "ipv4:127.0.0.1:40312"
@@ -325,9 +341,10 @@ class Context:
         if data is None:
             return grpc.aio.EOF  # type: ignore[attr-defined]
         self._inbox.popleft()
-        if self.heard_s is None:
-            self.heard_s = self._kernel.now_s
-        return self._handler.request_deserializer(data)
+        message = self._handler.request_deserializer(data)
+        if self.method == "Put" and message.source.HasField("offer"):
+            self._heard = self.op, self._kernel.now_s
+        return message
 
     async def write(self, message: Any) -> None:
         data = self._handler.response_serializer(message)
@@ -335,6 +352,7 @@ class Context:
             await asyncio.sleep(self._kernel.moment())  # flow control
         if self._broken or self._server.process.alive is False:
             raise BrokenStream("the stream broke")
+        self._heard = None
         self._server.network.watch(self._call, message)
         self._call.down.send(self._call._deliver, data)
 

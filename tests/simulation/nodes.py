@@ -11,6 +11,7 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from hurray_client.streams import Streams
 from hurray_server.daemon import Daemon
 from hurray_server.mover import Mover, serve
 from hurray_server.mover_link import MoverLink, Outputs
@@ -43,6 +44,17 @@ class SimulatedDataPlane(DataPlane):
         number = super().new_transfer()
         _world().note_client_transfer(self, number)
         return number
+
+
+class SimulatedStreams(Streams):
+    """What a stream carries is whose thread has taken it."""
+
+    def take(self, method: str, user: Any) -> Any:
+        stream: Any = super().take(method, user)
+        op = stream.thread.op = _world().kernel.current.op  # type: ignore[union-attr]
+        if stream._call is not None:
+            _world().inherit(op, stream._call)
+        return stream
 
 
 class _MoverProcess:

@@ -120,7 +120,10 @@ def table(world: World) -> list[tuple[str, str, Any]]:
         ),
         ("hurray_server.transfers", {"time": time}),
         ("hurray_server.service", {"version": lambda _name: "0"}),  # it reads the installation
-        ("hurray_server.daemon", {"grpc": grpc_, "print": lambda *_args, **_options: None}),
+        (
+            "hurray_server.daemon",
+            {"grpc": grpc_, "Audit": lambda _path: _Nothing(), "print": lambda *_args, **_options: None},
+        ),
         (
             "hurray_client.client",
             {"threading": threading, "time": time, "uuid": _NotedUuid(kernel), "set": m.OrderedSet},
@@ -134,14 +137,20 @@ def table(world: World) -> list[tuple[str, str, Any]]:
                 "random": random,
                 "grpc": grpc_,
                 "SimpleQueue": queue,
+                "Streams": nodes.SimulatedStreams,
             },
         ),
         ("hurray_client.channel", {"threading": threading, "time": time, "grpc": grpc_}),
         ("hurray_client.call", {"threading": threading, "time": time}),
         ("hurray_client.stream", {"threading": threading, "SimpleQueue": queue}),
+        ("hurray_client.exchange", {"uuid": uuid, "SimpleQueue": queue}),
+        (
+            "hurray_client.streams",
+            {"threading": threading, "time": time, "SimpleQueue": queue, "set": m.OrderedSet},
+        ),
         (
             "hurray_client.transfer",
-            {"threading": threading, "uuid": uuid, "SimpleQueue": queue, "SnapshotSource": world.snapshot_source},
+            {"SnapshotSource": world.snapshot_source},
         ),
         (
             "hurray_client.plane",

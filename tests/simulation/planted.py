@@ -10,13 +10,13 @@ from typing import Any
 
 from hurray_client import client
 from hurray_client import node as client_node
-from hurray_client.transfer import _Exchange
+from hurray_client.exchange import Exchange
 from hurray_server import node as server_node
+from hurray_server import streams
 from hurray_server.arena import Arena, ExtentState, TransferMemory
 from hurray_server.mover import Mover
 from hurray_server.mover_link import MoverLink
 from hurray_server.requests import Requests
-from hurray_server.sessions import Sessions
 from hurray_server.store import Store
 from hurray_server.transfers import GetTransfer, PutTransfer, Transfer
 from hurray_wire import dataplane
@@ -24,6 +24,8 @@ from hurray_wire import payload as payloads
 from hurray_wire import session as s
 from hurray_wire.dataplane import DataPlane
 from hurray_wire.errors import KeyDeleted, KeyOverwritten, OutcomeUnknown
+from hurray_wire.status import to_status
+from hurray_wire.v1 import mover_pb2 as mpb
 from simulation.faults import Fault
 
 Patch = Callable[[Any, str, Any], None]
@@ -350,9 +352,12 @@ def gives_up_a_call_but_not_its_transfer(patch: Patch) -> None:
     patch(Transfer, "stream_lost", lambda self: None)
 
 
-@planted(Fault.LINK_CUT, Fault.MOVER_DIES)
-def keeps_sessions_of_peers_that_are_gone(patch: Patch) -> None:
-    patch(Sessions, "lose", lambda self, incarnation, error: None)
+@planted(Fault.CONNECT_REFUSED)
+def reports_a_loss_before_the_connection(patch: Patch) -> None:
+    def _peer_lost(self: Any, peer: int, error: Any) -> None:
+        self._report(mpb.MoverReport(peer_lost=mpb.PeerLost(peer=peer, error=to_status(error))))
+
+    patch(Mover, "_peer_lost", _peer_lost)
 
 
 @planted()
@@ -389,7 +394,22 @@ def client_takes_cancelled_for_an_outcome(patch: Patch) -> None:
 
 @planted(Fault.CANCEL, Fault.PARTITION)
 def client_never_settles_a_stream(patch: Patch) -> None:
-    def finish(self: Any, settle_s: float = 0.0) -> None:
-        self._settle_alarm = self.node.alarms.after(1e6, self.cut)
+    settle = Exchange._settle
+    patch(Exchange, "_settle", lambda self, _seconds: settle(self, 1e6))
 
-    patch(_Exchange, "finish", finish)
+
+@planted()
+def client_hears_the_node_before_its_machine_has_begun(patch: Patch) -> None:
+    def _await_machine(self: Any) -> Any:
+        self._take = self._take or (None if self._takers.empty() else self._takers.get())
+        return self._take or (lambda _: None)
+
+    patch(Exchange, "_await_machine", _await_machine)
+
+
+@planted(Fault.DRAIN)
+def node_ends_a_stream_for_a_drain_without_a_word(patch: Patch) -> None:
+    async def abort(_context: Any, _error: Any) -> None:
+        return None
+
+    patch(streams, "abort", abort)

@@ -102,6 +102,6 @@ def test_a_thread_that_dies_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_calls_that_hang_are_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hurray_client.transfer._Exchange._wait", lambda self, *, for_stream: self._bell.get())
+    monkeypatch.setattr("hurray_client.exchange.Exchange._wait", lambda self, *, for_node: self._takers.get())
     with pytest.raises(Violation):
         World(1, 60, favoured=(Fault.STREAM_RESET,)).run()

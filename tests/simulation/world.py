@@ -33,7 +33,7 @@ REST_S = 14.0
 HITS_PER_TRANSFER = 27 / 9000
 """Of each pair: what is aimed at."""
 
-CHANCE_BEHIND, CHANCE_AHEAD = 0.8, 0.02
+CHANCE_BEHIND, CHANCE_AHEAD = 0.95, 0.02
 """That a fault is thrown in where a transfer is, in rows that are behind that, and in others."""
 
 CALM_SHARE = 0.2
@@ -132,6 +132,10 @@ class World(Workload):
     async def _rest(self) -> None:
         """No more faults: everything comes to rest by itself."""
         self.calm = True
+        for call in list(self.network.calls):
+            call.up.extra_s = call.down.extra_s = 0.0
+            if call.tampered:
+                call.reset()
         for transport in self.transports:
             transport.flow()
             transport.faults.delay_completions(0)
@@ -150,9 +154,9 @@ class World(Workload):
         for host in self.hosts:
             self.check_rest(host)
         for engine in self.engines:
-            left = [thread.name for thread in engine.process.threads if thread.name.startswith("hurray-stream")]
-            if left:
-                self.fail(f"threads are left in {engine.name}: {left}")
+            streams = [stream for client in engine.clients.values() for stream in client._node.streams._all]
+            if any(stream._user is not None for stream in streams):
+                self.fail(f"a stream of {engine.name} is in use, and no call runs")
         for plane in self.planes:
             if plane.running and plane.transfer_count:
                 self.fail(f"a data plane still has {plane.transfer_count} transfers, and no call runs")
