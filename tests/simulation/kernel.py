@@ -431,18 +431,18 @@ class Poll:
         self._registered: list[Any] = []
 
     def register(self, descriptor: Any, _events: int = 0) -> None:
-        if isinstance(descriptor, int):
-            descriptor = self._kernel.descriptor(descriptor)
-        self._registered.append(descriptor)
+        is_number = isinstance(descriptor, int)
+        thing = self._kernel.descriptor(descriptor) if is_number else descriptor
+        self._registered.append((descriptor if is_number else 0, thing))
 
     def poll(self, timeout: float | None = None) -> list[tuple[int, int]]:
         kernel = self._kernel
         until_s = None if timeout is None or timeout < 0 else kernel.now_s + timeout * self._unit_s
-        while not any(thing.readable for thing in self._registered):
+        while not any(thing.readable for _, thing in self._registered):
             left_s = None if until_s is None else until_s - kernel.now_s
             if left_s is not None and left_s <= 0:
                 return []
-            waiters = [thing.pollers for thing in self._registered] or [Waiters(kernel)]
+            waiters = [thing.pollers for _, thing in self._registered] or [Waiters(kernel)]
             for other in waiters[1:]:
                 other._threads.append(kernel.current)  # type: ignore[arg-type]
             try:
@@ -451,7 +451,7 @@ class Poll:
                 for other in waiters[1:]:
                     if kernel.current in other._threads:
                         other._threads.remove(kernel.current)  # type: ignore[arg-type]
-        return [(0, 0)]
+        return [(descriptor, 0) for descriptor, thing in self._registered if thing.readable]
 
     def __enter__(self) -> Self:
         return self
@@ -483,13 +483,12 @@ class Socket:
         """Writable, in truth: what a sender polls for."""
         return not self.full
 
-    def recv_into(self, view: memoryview) -> int:
+    def recv(self, most: int) -> bytes:
         while not self._received and not self._eof:
             self._readers.wait()
-        count = min(len(view), len(self._received))
-        view[:count] = self._received[:count]
-        del self._received[:count]
-        return count
+        data = bytes(self._received[:most])
+        del self._received[:most]
+        return data
 
     def send(self, data: bytes, _flags: int = 0) -> int:
         if not self.process.alive:

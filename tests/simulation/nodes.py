@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from hurray_client.streams import Streams
 from hurray_server.daemon import Daemon
+from hurray_server.framing import FRAME_OVERHEAD_BYTES, FrameConnection, Frames
 from hurray_server.mover import Mover, serve
 from hurray_server.mover_link import MoverLink, Outputs
 from hurray_wire.dataplane import DataPlane
+from hurray_wire.v1 import mover_pb2 as mpb
 from simulation.kernel import Process, Socket, Thread
 
 if TYPE_CHECKING:
@@ -75,8 +77,7 @@ class _MoverProcess:
             self._thread.start()
         self.process.on_death.append(self._on_death)
         self._up_s = self._down_s = 0.0
-        self.reader = asyncio.StreamReader(limit=1 << 24)
-        self.writer = _Writer(self)
+        self.connection: FrameConnection[mpb.MoverReport] | None = None
 
     async def wait(self) -> int:
         await self._exited.wait()
@@ -101,10 +102,12 @@ class _MoverProcess:
         self._up_s = self._after(self._up_s, self._report, data)
 
     def _report(self, data: bytes | None) -> None:
+        if self.connection is None:
+            return
         if data is None:
-            self.reader.feed_eof()
+            self.connection.connection_lost(None)
         else:
-            self.reader.feed_data(data)
+            self.connection.data_received(data)
 
     def _after(self, last_s: float, call: Any, data: bytes | None) -> float:
         kernel = self._world.kernel
@@ -124,22 +127,20 @@ class _MoverProcess:
         self._world.kernel.after(self._world.kernel.moment(), self._exited.set)
 
 
-class _Writer:
-    """asyncio.StreamWriter, as far as MoverLink uses it."""
+class _Transport(asyncio.Transport):
+    """The daemon's end of the socket, as the event loop has it."""
 
     def __init__(self, process: _MoverProcess) -> None:
+        super().__init__()
         self._process = process
         self._closing = False
 
     def is_closing(self) -> bool:
         return self._closing
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: Any) -> None:
         if not self._closing and self._process.link.process.alive:
-            self._process.hear(data)
-
-    async def drain(self) -> None:
-        await asyncio.sleep(0)
+            self._process.hear(bytes(data))
 
     def close(self) -> None:
         if not self._closing:
@@ -171,8 +172,11 @@ class SimulatedMoverLink(MoverLink):
         with _world().kernel.within(self.process):
             self.mover_process = _MoverProcess(_world(), self)
         self._process = self.mover_process  # type: ignore[assignment]
-        self._reader = self.mover_process.reader
-        self._writer = self.mover_process.writer  # type: ignore[assignment]
+        self._early = deque()
+        self._came.clear()
+        frames = Frames(mpb.MoverReport, self._config.limits.max_message_bytes + FRAME_OVERHEAD_BYTES)
+        self._connection = self.mover_process.connection = FrameConnection(frames, self._hear)
+        self._connection.connection_made(_Transport(self.mover_process))
 
     def _kill(self) -> None:
         if self.mover_process is not None:
