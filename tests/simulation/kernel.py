@@ -156,9 +156,10 @@ class Kernel:
         self.after(self.moment(), self._resume, thread, thread.wait, True)
 
     def pause(self) -> None:
-        """Let others run before the current thread goes on; outside of threads, and now and then, nothing happens."""
+        """Let others run before the current thread goes on, sometimes for as long as a message takes there and back;
+        outside of threads, and mostly, nothing happens."""
         if self.current is not None and self.current.process.alive and self.random.random() < self.preemption:
-            self.block(self.moment())
+            self.block(self.moment() if self.random.random() < 0.7 else self.random.random() * 5e-3)
 
     def _resume(self, thread: Thread, wait: int, woken: bool) -> None:
         if thread.wait != wait or not thread.is_alive():
@@ -394,6 +395,10 @@ class Future(concurrent.futures.Future[Any]):
         super().__init__()
         self._kernel = kernel
 
+    def add_done_callback(self, fn: Callable[[Any], object]) -> None:
+        self._kernel.pause()
+        super().add_done_callback(fn)
+
     def result(self, timeout: float | None = None) -> Any:
         self._wait(timeout)
         return super().result(0)
@@ -406,7 +411,7 @@ class Future(concurrent.futures.Future[Any]):
         if self.done():
             return
         waiters = Waiters(self._kernel)
-        self.add_done_callback(lambda _: waiters.wake())
+        super().add_done_callback(lambda _: waiters.wake())
         waiters.wait(timeout_s)
 
 

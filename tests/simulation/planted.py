@@ -12,7 +12,6 @@ from hurray_client import client
 from hurray_client import node as client_node
 from hurray_client.exchange import Exchange
 from hurray_server import node as server_node
-from hurray_server import streams
 from hurray_server.arena import Arena, ExtentState, TransferMemory
 from hurray_server.mover import Mover
 from hurray_server.mover_link import MoverLink
@@ -100,14 +99,14 @@ def releases_before_the_drain(patch: Patch) -> None:
 
 
 @planted()
-def says_the_receipt_twice(patch: Patch) -> None:
-    committed = s.TargetSession._on_Committed
+def accepts_twice(patch: Patch) -> None:
+    reserved = s.TargetSession._on_Reserved
 
-    def _on_committed(self: Any, event: s.Committed) -> None:
-        committed(self, event)
-        self._actions.insert(1, s.TellReceipt(event.receipt))
+    def _on_reserved(self: Any, event: s.Reserved) -> None:
+        reserved(self, event)
+        self._actions.insert(1, s.TellAccept())
 
-    patch(s.TargetSession, "_on_Committed", _on_committed)
+    patch(s.TargetSession, "_on_Reserved", _on_reserved)
 
 
 @planted(Fault.CLIENT_FREEZES, Fault.PARTITION)
@@ -405,11 +404,3 @@ def client_hears_the_node_before_its_machine_has_begun(patch: Patch) -> None:
         return self._take or (lambda _: None)
 
     patch(Exchange, "_await_machine", _await_machine)
-
-
-@planted(Fault.DRAIN)
-def node_ends_a_stream_for_a_drain_without_a_word(patch: Patch) -> None:
-    async def abort(_context: Any, _error: Any) -> None:
-        return None
-
-    patch(streams, "abort", abort)
