@@ -234,6 +234,8 @@ class Thread:
         self.name = name
         self.process = kernel.process
         self.op: Any = kernel.current.op if kernel.current is not None else None
+        self.call: Any = None
+        """The last gRPC call that it made."""
         self.wait = 0
         self.greenlet = greenlet.greenlet(self._run, parent=kernel.hub)
         self._kernel = kernel

@@ -101,6 +101,8 @@ class Call:
         self.method = method.rpartition("/")[2]
         self.up, self.down = Pipe(kernel), Pipe(kernel)
         self._thread = kernel.current
+        if self._thread is not None:
+            self._thread.call = self
         self._op = None if self._thread is None else self._thread.op
         self.process = kernel.process
         self.tampered: set[Any] = set()

@@ -54,8 +54,8 @@ class SimulatedStreams(Streams):
     def take(self, method: str, user: Any) -> Any:
         stream: Any = super().take(method, user)
         op = stream.thread.op = _world().kernel.current.op  # type: ignore[union-attr]
-        if stream._call is not None:
-            _world().inherit(op, stream._call)
+        if stream.thread.call is not None:
+            _world().inherit(op, stream.thread.call)
         return stream
 
 
