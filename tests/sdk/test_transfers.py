@@ -15,7 +15,9 @@ import pytest
 import hurray_client as ht
 from hurray_client import transfer
 from hurray_wire.image import Chunk
+from hurray_wire.messages import read_target_message
 from hurray_wire.payload import SnapshotSource, StagedSource
+from hurray_wire.v1 import transfer_pb2 as pb
 from sdk.snapshots import (
     assert_dead_slots_clear,
     assert_same_tokens,
@@ -469,3 +471,17 @@ def test_annotations_that_are_no_text_are_refused(client: ht.Client, annotations
     with pytest.raises(ht.InvalidRequest) as caught:
         client.put("annotated", make_snapshot(), annotations=annotations)
     assert caught.value.field == "annotations"
+
+
+def test_the_receipt_of_another_request_is_nobodys_success(client: ht.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def confused(message: pb.TargetMessage) -> object:
+        if message.HasField("receipt"):
+            message.receipt.request_id = str(uuid.uuid4())
+        return read_target_message(message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hurray_client.transfer.read_target_message", confused)
+        with pytest.raises(ht.HurrayError) as caught:
+            client.put("mine", make_snapshot(), timeout_s=5)
+    assert caught.value.field == "request_id" or isinstance(caught.value, ht.OutcomeUnknown)
+    client.delete("mine")
