@@ -305,7 +305,7 @@ def test_a_source_that_waits_for_announcements_is_no_stall(world: World) -> None
     transfer, _, memory = world.send(make_image(layers=4, chunk_bytes=8192), ready_tensors=1, budget_s=0.8)
     source, _ = transfer.result()
     assert isinstance(source.error, DeadlineExceeded)
-    assert source.error.stage == "announce"
+    assert source.error.stage in ("announce", "pages")  # of the side whose budget, the same for both, ended first
     world.pair.source.announce(transfer.source_number, 2)
     assert memory.calls[-1] == "free"
     world.must_work()
