@@ -94,6 +94,7 @@ class TransferStream:
             while first is not None:
                 kept = not isinstance(first, HurrayError) and first.HasField("budget")
                 error, told = await self._carry_one(first)
+                first = None  # the call keeps what ends it, with this frame: a hostile offer takes a gigabyte
                 if not kept:
                     if error is not None:
                         await abort(self._context, error)
@@ -153,6 +154,7 @@ class TransferStream:
                     is_new = False
                     self._begun.clear()
                     self._firsts.put(message)
+                    message = None  # nor does this frame keep it
                     await self._begun.wait()
                 # Else it has crossed with the end of the transfer that it is about.
         except DecodeError:
