@@ -21,7 +21,7 @@ from simulation.main import TIMES, run, shrink
 from simulation.world import World
 
 SEEDS = (1, 2, 3)
-TRANSFERS = 3000
+TRANSFERS = 4_000
 """That the rarest pair is met 20 times by all seeds together."""
 
 Hits = Counter[tuple[str, str]]
