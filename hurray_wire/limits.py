@@ -58,7 +58,6 @@ class Limits:
     max_snapshot_bytes: int = 1 << 40
     max_sequences: int = 1 << 20
     max_index_entries: int = 1 << 26
-    max_key_bytes: int = KEY_MAX_BYTES
     max_message_bytes: int = 8 << 20
     """gRPC message size, both directions: an offer of all tensors and sequences that are allowed fits. Parsed, a
     hostile message takes up to 40 times its size."""

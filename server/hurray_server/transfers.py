@@ -87,7 +87,6 @@ class Transfer(ABC, Generic[MessageT]):
         self.stage = "offer"
         self._node = node
         self._end_slot = end_slot
-        self._budget_s = budget_s
         self._over = False
         self._stream_lost = False
         self._began_s = time.monotonic()

@@ -81,6 +81,7 @@ class Pair:
         hash_: Hash = XXH3_64,
         target_hash: Hash | None = None,
         budget_s: float = WAIT_S,
+        target_budget_s: float | None = None,
         window: int = 4,
         ready_tensors: int | None = None,
         deliver: Callable[[str, Output, Callable[[], None]], None] = lambda _who, _output, go: go(),
@@ -128,7 +129,13 @@ class Pair:
         self.target.begin_target(
             transfer.target_number,
             TargetOrder(
-                self.source.incarnation, self.kind, target, target_hash or hash_, budget_s, window, from_target
+                self.source.incarnation,
+                self.kind,
+                target,
+                target_hash or hash_,
+                target_budget_s or budget_s,
+                window,
+                from_target,
             ),
         )
         return transfer

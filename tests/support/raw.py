@@ -209,7 +209,7 @@ class RawClient:
     ) -> Put:
         """Begin a put. With `ready_tensors` it stops after so many tensors. `on_checksums` decides whether a message of
         checksums is sent."""
-        stream = Stream(self.stub.Put, timeout_s=budget_s + 5)
+        stream = Stream(self.stub.Put, timeout_s=budget_s + 7)  # the node counts 5 less: longer than this side
         put = Put(self.plane.new_transfer(), stream)
 
         def listen(output: Output) -> None:
