@@ -14,7 +14,7 @@ from hurray_wire.image import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
 from hurray_wire.limits import MAX_WINDOW, PAGE_BYTES
 from hurray_wire.transport.settings import check_kinds, split_list, split_names
 from hurray_wire.transport.shm import DEFAULT_PATH, ShmConfig
-from hurray_wire.transport.ucx import UcxConfig
+from hurray_wire.transport.ucx_config import UcxConfig
 
 
 class ShmSection(BaseModel):

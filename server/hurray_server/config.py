@@ -33,7 +33,7 @@ from hurray_wire.messages import DURATION_MAX_S
 from hurray_wire.transport.settings import KINDS, check_kinds, split_list, split_names
 from hurray_wire.transport.shm import DEFAULT_PATH, ShmConfig
 from hurray_wire.transport.tls import SocketConfig
-from hurray_wire.transport.ucx import UcxConfig
+from hurray_wire.transport.ucx_config import UcxConfig
 
 DEFAULT_CONFIG_PATH = Path("/etc/hurray/hurrayd.toml")
 """Read when it is there and no other file is named."""

@@ -11,7 +11,7 @@ from hurray_wire.credentials import Credentials
 from hurray_wire.limits import Limits
 from hurray_wire.transport.shm import ShmConfig
 from hurray_wire.transport.tls import SocketConfig
-from hurray_wire.transport.ucx import UcxConfig
+from hurray_wire.transport.ucx_config import UcxConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from hurray_server.framing import FRAME_OVERHEAD_BYTES, FrameConnection, Frames
 from hurray_server.mover_config import MoverConfig
 from hurray_wire.errors import DataPlaneUnavailable, HurrayError, ProtocolViolation
 from hurray_wire.status import from_status
-from hurray_wire.transport.ucx import PORTS_FIELD, at_one_port
+from hurray_wire.transport.ucx_config import PORTS_FIELD, at_one_port
 from hurray_wire.v1 import mover_pb2 as mpb
 from hurray_wire.v1 import transfer_pb2 as pb
 

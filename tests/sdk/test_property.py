@@ -19,7 +19,7 @@ from hurray_client.config import ShmSection
 from hurray_wire.packing import E8M0_NEUTRAL
 from hurray_wire.parameters import parameter_arrays
 from hurray_wire.quantization import PerBlockAffine
-from hurray_wire.transport.ucx import UcxConfig
+from hurray_wire.transport.ucx_config import UcxConfig
 from sdk.capture import Capture
 from sdk.snapshots import assert_dead_slots_clear, assert_same_tokens, distinct_in_order, live_map, slot_bits, tables_of
 from sdk.strategies import Case, cases

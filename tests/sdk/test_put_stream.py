@@ -14,7 +14,7 @@ import pytest
 
 import hurray_client as ht
 from hurray_client.stream import ReadyTensors
-from hurray_wire.transport.ucx import UcxConfig
+from hurray_wire.transport.ucx_config import UcxConfig
 from sdk.capture import Capture
 from sdk.snapshots import Caches, assert_same_tokens, make_caches, make_snapshot
 from sdk.test_node import free_port

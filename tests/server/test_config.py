@@ -23,7 +23,7 @@ from hurray_wire.errors import DataPlaneUnavailable, InvalidRequest, PermissionD
 from hurray_wire.limits import Limits
 from hurray_wire.transport.shm import ShmConfig
 from hurray_wire.transport.tls import SocketConfig
-from hurray_wire.transport.ucx import UcxConfig
+from hurray_wire.transport.ucx_config import UcxConfig
 from support.daemon import command, environment
 from support.identities import tls_table
 from transport.certificates import Authority

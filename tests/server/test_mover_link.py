@@ -22,7 +22,7 @@ from hurray_wire.limits import Limits
 from hurray_wire.status import to_status
 from hurray_wire.transport.shm import ShmConfig
 from hurray_wire.transport.tls import SocketConfig
-from hurray_wire.transport.ucx import UcxConfig
+from hurray_wire.transport.ucx_config import UcxConfig
 from hurray_wire.v1 import mover_pb2 as mpb
 from hurray_wire.v1 import transfer_pb2 as pb
 

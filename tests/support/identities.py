@@ -13,7 +13,8 @@ from hurray_wire.credentials import Credentials
 from hurray_wire.transport.base import Transport
 from hurray_wire.transport.shm import ShmConfig, ShmTransport
 from hurray_wire.transport.tls import SocketConfig, TcpTransport, TlsTransport
-from hurray_wire.transport.ucx import UcxConfig, UcxTransport
+from hurray_wire.transport.ucx import UcxTransport
+from hurray_wire.transport.ucx_config import UcxConfig
 from hurray_wire.v1 import transfer_pb2 as pb
 from hurray_wire.v1.transfer_pb2_grpc import TransferServiceStub
 from support.daemon import UCX_PORTS, RunningDaemon, eventually, running_daemon

@@ -33,7 +33,8 @@ from hurray_wire.prepare import PreparedSnapshot, prepare
 from hurray_wire.snapshot import KVSnapshot
 from hurray_wire.status import STATUS_TRAILER, from_trailers
 from hurray_wire.transport.base import Transport
-from hurray_wire.transport.ucx import UcxConfig, UcxTransport
+from hurray_wire.transport.ucx import UcxTransport
+from hurray_wire.transport.ucx_config import UcxConfig
 from hurray_wire.v1 import transfer_pb2 as pb
 from hurray_wire.v1.transfer_pb2_grpc import TransferServiceStub
 from support.daemon import UCX_PORTS

@@ -16,7 +16,8 @@ import numpy as np
 
 from hurray_wire.transport.base import Transport, TransportParameters
 from hurray_wire.transport.shm import ShmConfig, ShmTransport
-from hurray_wire.transport.ucx import UcxConfig, UcxTransport
+from hurray_wire.transport.ucx import UcxTransport
+from hurray_wire.transport.ucx_config import UcxConfig
 
 
 def pattern(nbytes: int, seed: int) -> np.ndarray:

@@ -10,7 +10,8 @@ import pytest
 from hurray_wire.errors import Misuse
 from hurray_wire.transport import _networks
 from hurray_wire.transport._networks import addresses_of, check_trusted
-from hurray_wire.transport.ucx import UcxConfig, UcxTransport
+from hurray_wire.transport.ucx import UcxTransport
+from hurray_wire.transport.ucx_config import UcxConfig
 
 DEVICES = {
     "lo": ["127.0.0.1", "::1"],

@@ -31,7 +31,8 @@ from hurray_wire.testing.transport_suite import (
 from hurray_wire.transport import _sockets, ucx
 from hurray_wire.transport._sockets import open_descriptors
 from hurray_wire.transport.base import TransportParameters
-from hurray_wire.transport.ucx import UcxConfig, UcxTransport, loaded_ucx
+from hurray_wire.transport.ucx import UcxTransport, loaded_ucx
+from hurray_wire.transport.ucx_config import UcxConfig
 
 pytest.importorskip("ucxx")
 pytestmark = pytest.mark.ucx
@@ -387,7 +388,8 @@ def state():
     log = logging.getLogger("ucx")
     return dict(os.environ), caught, log.handlers[:], log.filters[:], log.level, log.propagate
 before = state()
-from hurray_wire.transport.ucx import UcxConfig, UcxTransport, loaded_ucx
+from hurray_wire.transport.ucx import UcxTransport, loaded_ucx
+from hurray_wire.transport.ucx_config import UcxConfig
 assert "ucxx" not in sys.modules
 assert loaded_ucx()["version"]
 transport = UcxTransport(UcxConfig(first_port=21000, last_port=21999))

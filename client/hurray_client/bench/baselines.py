@@ -29,7 +29,7 @@ from hurray_client.bench.processes import BenchError
 from hurray_client.bench.workloads import Workload, caches, fill, page_order, tables
 from hurray_wire.checksum import XXH3_64
 from hurray_wire.memory import aligned_empty
-from hurray_wire.transport.ucx import UcxConfig
+from hurray_wire.transport.ucx_config import UcxConfig
 
 _ECHO: Final = "/bench.Echo/Echo"
 _ECHO_BYTES: Final = bytes(64)

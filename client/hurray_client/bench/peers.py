@@ -21,7 +21,7 @@ from hurray_client.bench.processes import BenchError
 from hurray_client.bench.workloads import Workload, fill, page_order
 from hurray_wire.checksum import XXH3_64
 from hurray_wire.memory import aligned_empty
-from hurray_wire.transport.ucx import UcxConfig
+from hurray_wire.transport.ucx_config import UcxConfig
 
 _TIMEOUT_S: Final = 120.0
 _MOONCAKE_BATCH: Final = 64
