@@ -18,16 +18,14 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final, TypeVar
 
 from hurray_wire import session as s
 from hurray_wire.errors import (
     Cancelled,
-    CapabilityMismatch,
     DataPlaneUnavailable,
     DeadlineExceeded,
     HurrayError,
@@ -39,6 +37,7 @@ from hurray_wire.log import get_logger
 from hurray_wire.memory import huge_empty
 from hurray_wire.orders import Ended, PrepareCommit, SourceOrder, TargetOrder
 from hurray_wire.payload import TargetPayload
+from hurray_wire.peers import Connected, Peer, Peers
 from hurray_wire.transport.base import (
     TAG_CHUNK_BITS,
     Buffer,
@@ -67,55 +66,18 @@ STAGING_KEEP_BYTES: Final = 64 << 20
 """Staging memory kept for the next transfer."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Staging:
-    """Where a chunk is staged: memory of ours, or on loan from the connection it goes out by."""
-
-    buffer: Buffer
-    owner: Endpoint | None
-
-
 START_S: Final = 30.0
 """Longest time for transports to start."""
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Connected:
-    """How a peer is connected: by these kinds of transport, and why not by the others that both sides have."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Staging:
+    """Where a chunk is staged: memory of ours, or on loan from the connection it goes out by."""
 
-    kinds: tuple[str, ...]
-    left_out: Mapping[str, HurrayError]
-
-
-@dataclass(eq=False)
-class _Peer:
-    endpoints: dict[str, Endpoint] = field(default_factory=dict)
-    left_out: dict[str, HurrayError] = field(default_factory=dict)
-    transfers: set[int] = field(default_factory=set)
-    open: bool = True
-    leaving: bool = False
-    opening: Future[Connected] | None = None
-    """Pending while proofs are waited for, which is until `opening_until`."""
-    opening_until: float = 0.0
-
-    def connected(self) -> Connected:
-        kinds = tuple(kind for kind in self.endpoints if kind not in self.left_out)
-        return Connected(kinds, dict(self.left_out))
-
-    def settle(self) -> None:
-        """Nothing more is waited for."""
-        connected = self.connected()
-        if self.opening is not None and connected.kinds:
-            self.opening.set_result(connected)
-            self.opening = None
-
-    def end(self, error: HurrayError) -> None:
-        self.open = False
-        if self.opening is not None:
-            self.opening.set_exception(error)
-            self.opening = None
+    buffer: Buffer
+    owner: Endpoint | None
 
 
 @dataclass(eq=False)
@@ -132,7 +94,7 @@ class _Transfer:
     ended: bool = False
     stages: list[tuple[str, float]] = field(default_factory=list)
     stage_began: float = 0.0
-    link: _Peer | None = None
+    link: Peer | None = None
     staging: dict[int, _Staging] = field(default_factory=dict)
     moved_at: float = 0.0
     drain_at: float | None = None
@@ -150,9 +112,6 @@ class _Transfer:
 class DataPlane:
     """See the module. `transports`: what makes each kind, called in the thread when it is first wanted;
     `on_peer_lost(peer, error)` is called there, too.
-
-    One transport lost to a peer is the whole peer lost: what is half connected is slow in silence. Only one that has
-    never reached the peer, and need not, is left out alone.
     """
 
     def __init__(
@@ -165,22 +124,20 @@ class DataPlane:
     ) -> None:
         self.incarnation: Final = uuid.uuid4().int >> 64
         self.unknown_tag_count = 0
-        self._make_transports = dict(transports)
-        self._on_peer_lost = on_peer_lost
         self._stall_s = stall_s
         self._drain_s = drain_s
         self._numbers = itertools.count(1)
         self._commands: deque[Callable[[], None]] = deque()
         self._transfers: dict[int, _Transfer] = {}
-        self._peers: dict[int, _Peer] = {}
+        self._peers = Peers(
+            transports,
+            on_started=lambda transport: self._poll.register(transport.fileno(), select.EPOLLIN),
+            fail_transfers=self._fail_for_peer,
+            on_lost=on_peer_lost,
+        )
         self._spare: list[Buffer] = []
         self._stopping = False
         self._retiring = False
-        self.worn = False
-        """A connection was lost or cut here. Both sides may still hold remains of it, and UCX was seen to crash when
-        the same two workers connect anew: connect from a fresh data plane instead, and `retire` this one."""
-        self._transports: dict[str, Transport] = {}
-        self._parameters: dict[str, TransportParameters] = {}
         self._poll: select.epoll
         self._next_unknown_tags = 0.0
         self._wake_lock = threading.Lock()
@@ -195,7 +152,7 @@ class DataPlane:
         nothing runs."""
         self._thread.start()
         try:
-            self.start_transports(tuple(self._make_transports) if kinds is None else kinds)
+            self.start_transports(tuple(self._peers.makers) if kinds is None else kinds)
         except HurrayError:
             self._submit(self._begin_stop)
             self._thread.join(START_S)
@@ -208,7 +165,8 @@ class DataPlane:
         """
 
         def start(done: Future[tuple[TransportParameters, ...]]) -> None:
-            done.set_result(self._start_transports(kinds))
+            self._require_running()
+            done.set_result(self._peers.start(kinds))
 
         try:
             return self._call(start).result(timeout_s)
@@ -233,9 +191,15 @@ class DataPlane:
         return self._thread.is_alive() and not self._stopping
 
     @property
+    def worn(self) -> bool:
+        """A connection was lost or cut here. Both sides may still hold remains of it, and UCX was seen to crash when
+        the same two workers connect anew: connect from a fresh data plane instead, and `retire` this one."""
+        return self._peers.worn
+
+    @property
     def parameters(self) -> tuple[TransportParameters, ...]:
         """What peers need to connect to this side, by each transport that runs."""
-        return tuple(self._parameters.values())
+        return tuple(self._peers.parameters.values())
 
     @property
     def transfer_count(self) -> int:
@@ -245,7 +209,7 @@ class DataPlane:
     @property
     def peer_count(self) -> int:
         """Connections that are open."""
-        return len(self._peers)
+        return len(self._peers.entries)
 
     def new_transfer(self) -> int:
         """A transfer number, never given twice in this incarnation."""
@@ -261,20 +225,25 @@ class DataPlane:
         it.
 
         Fails with CapabilityMismatch, where they have none or one whose settings differ, and PeerUnavailable."""
-        return self._call(lambda done: self._open_peer(peer, parameters, proof_s, done))
+
+        def open_(done: Future[Connected]) -> None:
+            self._require_running()
+            self._peers.open(peer, parameters, proof_s, done)
+
+        return self._call(open_)
 
     def close_peer(self, peer: int, *, abort: bool = False) -> Future[None]:
         """Close the connection to a peer, after its transfers have failed if any still run."""
 
         def close(done: Future[None]) -> None:
-            self._close_peer(peer, abort=abort)
+            self._peers.close(peer, abort=abort)
             done.set_result(None)
 
         return self._call(close)
 
     def leave_peer(self, peer: int) -> None:
         """The peer is being asked to close the connection: its end is no loss any more."""
-        self._submit(lambda: self._leave_peer(peer))
+        self._submit(lambda: self._peers.leave(peer))
 
     def begin_source(self, number: int, order: SourceOrder, *, soon: bool = True) -> None:
         """Begin a transfer as its source. Unless `soon`, the thread hears of it with the next command, or `wake`: until
@@ -337,7 +306,7 @@ class DataPlane:
                 self._poll.register(self._wake_fd, select.EPOLLIN)
                 self._loop()
         finally:
-            for transport in self._transports.values():
+            for transport in self._peers.transports.values():
                 transport.close()
             with self._wake_lock:
                 os.close(self._wake_fd)
@@ -349,11 +318,11 @@ class DataPlane:
         active_until = 0.0
         while True:
             worked, moved = self._run_commands(), False
-            for transport in self._transports.values():
+            for transport in self._peers.transports.values():
                 moved |= transport.progress()
             now = time.monotonic()
             wake_at = self._run_timers(now)
-            if (self._stopping or self._retiring) and not self._transfers and not self._peers:
+            if (self._stopping or self._retiring) and not self._transfers and not self._peers.entries:
                 return
             if moved:
                 active_until = now + SPIN_S
@@ -366,7 +335,7 @@ class DataPlane:
     def _sleep(self, wake_at: float | None) -> None:
         self._asleep = True
         # Whoever adds a command after this look sees that the thread is asleep, and wakes it.
-        if not self._commands and all(transport.arm() for transport in self._transports.values()):
+        if not self._commands and all(transport.arm() for transport in self._peers.transports.values()):
             ready = self._poll.poll(None if wake_at is None else max(0.0, wake_at - time.monotonic()))
             if any(descriptor == self._wake_fd for descriptor, _ in ready):
                 os.eventfd_read(self._wake_fd)
@@ -381,16 +350,16 @@ class DataPlane:
 
     def _run_timers(self, now: float) -> float | None:
         """Fire what is due; when the next timer is, or None."""
-        wake_at = self._settle_openings(now)
+        wake_at = self._peers.settle(now)
         for transfer in list(self._transfers.values()):
             at = self._check_transfer(transfer, now)
             if not transfer.ended and at is not None:
                 wake_at = at if wake_at is None else min(wake_at, at)
-        if self._peers:
+        if self._peers.entries:
             # Looked for on a timer of its own only while peers are there to send them.
             if now >= self._next_unknown_tags:
                 self._next_unknown_tags = now + UNKNOWN_TAGS_S
-                for transport in self._transports.values():
+                for transport in self._peers.transports.values():
                     self.unknown_tag_count += transport.drain_unknown(self._is_known)
             wake_at = min(wake_at or self._next_unknown_tags, self._next_unknown_tags)
         return wake_at
@@ -441,138 +410,16 @@ class DataPlane:
                 transfer, s.Failed(Cancelled("this process is shutting down", stage=transfer.machine.phase.value))
             )
             self._feed(transfer, s.StreamLost())
-        for peer in list(self._peers):
-            self._close_peer(peer, abort=False)
+        for peer in list(self._peers.entries):
+            self._peers.close(peer, abort=False)
 
-    def _start_transports(self, kinds: Sequence[str]) -> tuple[TransportParameters, ...]:
+    def _require_running(self) -> None:
         if self._stopping:
             raise DataPlaneUnavailable("the data plane is stopping")
-        for kind in kinds:
-            if kind not in self._transports:
-                try:
-                    transport = self._make_transports[kind]()
-                    own = transport.parameters()
-                except HurrayError as error:
-                    error.details.setdefault("transport", kind)
-                    raise
-                except Exception as error:  # whatever else it raises is why it cannot be had
-                    raise DataPlaneUnavailable(
-                        f"the transport did not start: {error}", stage="start", transport=kind
-                    ) from error
-                assert transport.kind == kind, kind
-                self._transports[kind] = transport
-                self._parameters[kind] = own
-                self._poll.register(transport.fileno(), select.EPOLLIN)
-        return tuple(self._parameters[kind] for kind in kinds)
 
-    def _open_peer(
-        self,
-        peer: int,
-        parameters: Sequence[TransportParameters],
-        proof_s: float | None,
-        opening: Future[Connected],
-    ) -> None:
-        if self._stopping:
-            raise DataPlaneUnavailable("the data plane is stopping")
-        theirs = {item.kind: item for item in parameters if item.kind in self._transports}
-        if not theirs:
-            raise CapabilityMismatch(
-                "no transport in common",
-                field="transports",
-                offered=", ".join(item.kind for item in parameters),
-                required="one of " + ", ".join(self._transports),
-            )
-        entry = _Peer()
-        for kind, item in theirs.items():
-            try:
-                self._transports[kind].check_peer(item)
-            except CapabilityMismatch as error:
-                if not self._transports[kind].optional or len(theirs) == 1:
-                    raise
-                entry.left_out[kind] = error
-        if peer in self._peers:
-            self._lose_peer(peer, PeerUnavailable("the peer connects anew", peer=peer), notify=False)
-        self._peers[peer] = entry
-        for kind, item in theirs.items():
-            if kind not in entry.left_out:
-                lost = partial(self._endpoint_lost, peer, entry, kind)
-                entry.endpoints[kind] = self._transports[kind].connect(peer, item, lost)
-        if proof_s is None:
-            opening.set_result(entry.connected())
-        else:
-            entry.opening, entry.opening_until = opening, time.monotonic() + proof_s
-
-    def _settle_openings(self, now: float) -> float | None:
-        """Answer for each peer whose transports all have reached it, or whose time is over; when the next one's is."""
-        wake_at = None
-        for peer, entry in [(peer, entry) for peer, entry in self._peers.items() if entry.opening is not None]:
-            late = [kind for kind, endpoint in entry.endpoints.items() if not endpoint.proven]
-            if late and now < entry.opening_until:
-                wake_at = entry.opening_until if wake_at is None else min(wake_at, entry.opening_until)
-                continue
-            # Not cut: the peer may take it for proven, and would lose all of the connection with it.
-            for kind in late:
-                entry.left_out[kind] = PeerUnavailable("the peer did not answer in time", peer=peer, transport=kind)
-            entry.settle()
-            if not entry.connected().kinds:
-                self._lose_peer(peer, entry.left_out[late[0]], notify=False)
-        return wake_at
-
-    def _endpoint_lost(self, peer: int, entry: _Peer, kind: str, error: HurrayError) -> None:
-        if not entry.open:  # an old connection's end must not touch the one that replaced it
-            return
-        if entry.leaving and not entry.transfers:
-            self.worn = True
-            self._close_peer(peer, abort=False)
-            return
-        if entry.endpoints[kind].proven:
-            self._lose_peer(peer, error, notify=True)
-            return
-        del entry.endpoints[kind]
-        entry.left_out[kind] = error
-        _log.info("peer not reached", peer=f"{peer:016x}", transport=kind, error=str(error))
-        if not entry.endpoints:
-            nothing = CapabilityMismatch(
-                f"no transport reaches the peer: {error.message}",
-                stage="connect",
-                field="transports",
-                offered=kind,
-                peer=f"{peer:016x}",
-            )
-            self._lose_peer(peer, nothing, notify=True)
-
-    def _leave_peer(self, peer: int) -> None:
-        entry = self._peers.get(peer)
-        if entry is not None:
-            entry.leaving = True
-
-    def _close_peer(self, peer: int, *, abort: bool) -> None:
-        entry = self._peers.get(peer)
-        if entry is None:
-            return
-        if abort or entry.transfers:
-            self._lose_peer(peer, PeerUnavailable("the connection is being closed", peer=peer), notify=False)
-        else:
-            del self._peers[peer]
-            entry.end(PeerUnavailable("the connection was closed", peer=peer))
-            for endpoint in entry.endpoints.values():
-                endpoint.close()
-
-    def _lose_peer(self, peer: int, error: HurrayError, *, notify: bool) -> None:
-        entry = self._peers.pop(peer, None)
-        if entry is None:
-            return
-        # Whoever waits for it to open is told by that.
-        notify = notify and entry.opening is None
-        entry.end(error)
-        self.worn = True
-        for number in list(entry.transfers):
+    def _fail_for_peer(self, numbers: Collection[int], error: HurrayError) -> None:
+        for number in numbers:
             self._feed(self._transfers[number], s.PeerLost(error))
-        for endpoint in entry.endpoints.values():
-            endpoint.abort()
-        if notify:
-            _log.warning("peer lost", peer=f"{peer:016x}", error=str(error))
-            self._on_peer_lost(peer, error)
 
     def _begin_source(self, number: int, order: SourceOrder) -> None:
         plan = order.payload.plan
@@ -596,7 +443,7 @@ class DataPlane:
         transfer.began = transfer.stage_began = transfer.moved_at = now
         transfer.deadline = now + transfer.order.budget_s
         self._transfers[transfer.number] = transfer
-        peer = self._peers.get(transfer.order.peer)
+        peer = self._peers.entries.get(transfer.order.peer)
         if self._stopping:
             self._feed(transfer, s.Failed(DataPlaneUnavailable("the data plane is stopping", stage="offer")))
         elif peer is None:
@@ -682,7 +529,7 @@ class DataPlane:
             case s.CloseEndpoint():
                 peer = transfer.order.peer
                 if transfer.endpoint is not None:
-                    self._lose_peer(peer, PeerUnavailable("a failed transfer was not drained", peer=peer), notify=True)
+                    self._peers.lose(peer, PeerUnavailable("a failed transfer was not drained", peer=peer), notify=True)
             case s.Release(keep):
                 transfer.order.payload.release(keep=keep)
             case s.End(error, receipt):

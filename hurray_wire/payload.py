@@ -258,11 +258,9 @@ class ImageTarget:
     def check_index(self) -> None:
         """See TargetPayload."""
         # Private copies would cost little, and are not needed: nobody but the transport can write here, and it is done.
-        self.structure = read_structure(
-            self.plan.descriptors[0], self.buffer(0, 1), self.buffer(0, 2), self._token_counts, self._policy
+        self.structure, self._live = read_index(
+            self.plan, self.buffer(0, 1), self.buffer(0, 2), self._token_counts, self._policy
         )
-        check_compact(self.structure)
-        self._live = live_slots(self.structure)
         self._has_dead = bool((self._live < self.structure.page_size).any())
 
     def check_contents(self) -> None:
@@ -368,11 +366,9 @@ class ViewTarget:
 
     def check_index(self) -> None:
         """See TargetPayload."""
-        self.structure = read_structure(
-            self.plan.descriptors[0], self.buffer(0, 1), self.buffer(0, 2), self._token_counts, self._policy
+        self.structure, self._live = read_index(
+            self.plan, self.buffer(0, 1), self.buffer(0, 2), self._token_counts, self._policy
         )
-        check_compact(self.structure)
-        self._live = live_slots(self.structure)
 
     def check_contents(self) -> None:
         """Copy the parameters and validate them. See TargetPayload."""
@@ -466,11 +462,9 @@ class ScatterTarget:
 
     def check_index(self) -> None:
         """See TargetPayload."""
-        self.structure = read_structure(
-            self.plan.descriptors[0], self._small[INDEX, 1], self._small[INDEX, 2], self._token_counts, self._policy
+        self.structure, self._live = read_index(
+            self.plan, self._small[INDEX, 1], self._small[INDEX, 2], self._token_counts, self._policy
         )
-        check_compact(self.structure)
-        self._live = live_slots(self.structure)
         self._destination.bind(self.structure)
 
     def check_contents(self) -> None:
@@ -510,6 +504,16 @@ def _allocated(allocate: Callable[[int], Bytes], nbytes: int) -> Bytes:
         return allocate(nbytes)
     except (OSError, MemoryError) as error:
         raise ArenaFull(f"this process cannot have memory for the snapshot: {error}", offered=nbytes) from None
+
+
+def read_index(
+    plan: ImagePlan, block_table: Bytes, seq_ptr: Bytes, token_counts: Sequence[int] | Counts, policy: Policy
+) -> tuple[BlockStructure, npt.NDArray[np.uint32]]:
+    """The block structure that arrived, valid and without a page that nobody names, and live slots per page, uint32
+    [num_pages]. Raises InvalidContents (V1-V9)."""
+    structure = read_structure(plan.descriptors[0], block_table, seq_ptr, token_counts, policy)
+    check_compact(structure)
+    return structure, live_slots(structure)
 
 
 def scrub_segment(plan: ImagePlan, segment: Segment, memory: Bytes, live: npt.NDArray[np.uint32]) -> int:

@@ -29,7 +29,7 @@ from hurray_server.logs import configure_logs
 from hurray_server.mover_config import MoverConfig, TransportsConfig
 from hurray_server.pins import Pins
 from hurray_wire import session as s
-from hurray_wire.dataplane import Connected, DataPlane
+from hurray_wire.dataplane import DataPlane
 from hurray_wire.errors import DataPlaneUnavailable, HurrayError, LimitExceeded, ProtocolViolation, SnapshotLost
 from hurray_wire.image import is_viewable
 from hurray_wire.limits import MAX_WINDOW
@@ -45,6 +45,7 @@ from hurray_wire.messages import (
 )
 from hurray_wire.orders import Ended, Output, PrepareCommit, SourceOrder, TargetOrder
 from hurray_wire.payload import ImageSource, ImageTarget
+from hurray_wire.peers import Connected
 from hurray_wire.status import from_status, to_status
 from hurray_wire.transport.base import Transport
 from hurray_wire.transport.shm import ShmConfig, ShmTransport

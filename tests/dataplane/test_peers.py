@@ -107,7 +107,7 @@ def test_settings_of_an_optional_one_that_differ_leave_it_out_alone(planes: Plan
 def test_one_that_has_reached_it_is_lost_with_all_others(planes: Planes) -> None:
     client = planes.client()
     planes.connect(client)
-    client._submit(lambda: client._transports["shm"].close() or client._transports.pop("shm"))  # type: ignore[func-returns-value]
+    client._submit(lambda: client._peers.transports["shm"].close() or client._peers.transports.pop("shm"))  # type: ignore[func-returns-value]
     assert "PEER_UNAVAILABLE" in planes.lost.get(timeout=WAIT_S)
     assert (planes.node.peer_count, planes.node.worn) == (0, True)
 

@@ -307,7 +307,7 @@ def test_a_chunk_shorter_than_agreed_never_shows_what_the_memory_held_before(
     accept = stream.read().target.accept
 
     def send_little() -> None:
-        endpoint, checksums = peer.plane._peers[peer.peer].endpoints["ucx"], []
+        endpoint, checksums = peer.plane._peers.entries[peer.peer].endpoints["ucx"], []
         for chunk in prepared.plan.chunks:
             data = np.array(source.stage(chunk, lambda: np.zeros(1 << 20, np.uint8)))
             checksums.append(XXH3_64(data))

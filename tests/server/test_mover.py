@@ -12,9 +12,9 @@ import pytest
 from hurray_server import mover as module
 from hurray_server.mover import Mover
 from hurray_server.mover_config import MoverConfig, TransportsConfig
-from hurray_wire.dataplane import Connected
 from hurray_wire.errors import HurrayError, PeerUnavailable
 from hurray_wire.limits import Limits
+from hurray_wire.peers import Connected
 from hurray_wire.transport.shm import ShmConfig
 from hurray_wire.transport.tls import SocketConfig
 from hurray_wire.transport.ucx_config import UcxConfig

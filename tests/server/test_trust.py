@@ -253,7 +253,7 @@ def test_a_stolen_transfer_number_reaches_nothing(node: Identified, kind: str) -
         sent: list[HurrayError | None] = []
 
         def send_forged() -> None:
-            endpoint = thief.plane._peers[thief.peer].endpoints[kind]
+            endpoint = thief.plane._peers.entries[thief.peer].endpoints[kind]
             for chunk in prepared.plan.chunks[-4:]:
                 forged = np.full(chunk.nbytes, 0x55, np.uint8)
                 endpoint.send(chunk_tag(accept.transfer, chunk.index), forged, sent.append)
@@ -277,7 +277,7 @@ def test_over_ucx_a_stolen_transfer_number_costs_the_transfer_and_commits_nothin
         )
 
         def send_forged() -> None:
-            endpoint = thief.plane._peers[thief.peer].endpoints["ucx"]
+            endpoint = thief.plane._peers.entries[thief.peer].endpoints["ucx"]
             for chunk in prepared.plan.chunks[first:]:
                 forged = np.full(chunk.nbytes, 0x55, np.uint8)
                 endpoint.send(chunk_tag(accept.transfer, chunk.index), forged, lambda _: None)

@@ -254,8 +254,9 @@ class Judge(Payloads):
         if any(extent.reader_count for extent in mover._arena._extents.values()):
             self.fail(f"{host.target} at rest has readers in its arena")
         sessions = {session.peer for session in node.sessions._sessions.values() if session.is_open}
-        if sessions != set(mover._plane._peers):
-            self.fail(f"{host.target} at rest has sessions {sessions}, its mover peers {set(mover._plane._peers)}")
+        peers = set(mover._plane._peers.entries)
+        if sessions != peers:
+            self.fail(f"{host.target} at rest has sessions {sessions}, its mover peers {peers}")
 
     def check_commit(self, node: Any, key: str, contents: Any) -> Content | None:
         """At the commit: the snapshot is complete, and byte for byte what was put. Returns which put it was."""

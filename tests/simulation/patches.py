@@ -91,6 +91,7 @@ def table(world: World) -> list[tuple[str, str, Any]]:
                 "SPIN_S": 0.0,  # to poll while time stands still would be for ever
             },
         ),
+        ("hurray_wire.peers", {"time": time}),
         ("hurray_wire.transport.memory", {"os": m.Os(kernel, preempts=False)}),
         (
             "hurray_server.mover",

@@ -23,6 +23,7 @@ from hurray_wire import payload as payloads
 from hurray_wire import session as s
 from hurray_wire.dataplane import DataPlane
 from hurray_wire.errors import KeyDeleted, KeyOverwritten, OutcomeUnknown
+from hurray_wire.peers import Peers
 from hurray_wire.status import to_status
 from hurray_wire.v1 import mover_pb2 as mpb
 from simulation.faults import Fault
@@ -148,13 +149,13 @@ def reports_an_unknown_outcome_as_a_failure(patch: Patch) -> None:
 
 @planted()
 def lets_an_old_connections_end_touch_the_new_one(patch: Patch) -> None:
-    lose = DataPlane._lose_peer
+    lose = Peers.lose
 
-    def _lose_peer(self: Any, peer: int, error: Any, *, notify: bool) -> None:
+    def lose_all(self: Any, peer: int, error: Any, *, notify: bool) -> None:
         lose(self, peer, error, notify=notify)
-        self._peers.clear()
+        self.entries.clear()
 
-    patch(DataPlane, "_lose_peer", _lose_peer)
+    patch(Peers, "lose", lose_all)
 
 
 # --- what is kept -----------------------------------------------------------------------------------------------------
