@@ -281,10 +281,12 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
             return transfer
 
     async def _wait_and_pin(self, open_: pb.GetOpen, budget: Budget) -> Pin:
-        """Pin the snapshot, as soon as it is committed within the wait that the caller allows."""
+        """Pin the snapshot, as soon as it is committed within the wait that the caller allows. Where that would be
+        longer than the call may take, nobody knows at its end whether the snapshot comes: DeadlineExceeded."""
         node = self._node
         wait_s = read_duration(open_.wait, "wait") if open_.HasField("wait") else 0.0
-        until_s = node.now_s() + min(wait_s, budget.left_s())
+        budget_s = budget.left_s()
+        until_s = node.now_s() + min(wait_s, budget_s)
         while True:
             try:
                 return node.store.pin(open_.key, open_.generation, node.now_s(), consume=open_.consume)
@@ -292,6 +294,10 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
                 left_s = until_s - node.now_s()
                 may_come = error.code == "NOT_FOUND" and (not open_.generation or isinstance(error, KeyNotFound))
                 if not may_come or left_s <= 0:
+                    if may_come and wait_s > budget_s:
+                        raise DeadlineExceeded(
+                            "the budget of the call ran out", stage="wait", budget_s=round(budget_s, 3)
+                        ) from None
                     if wait_s:
                         error.details.update(stage="wait", wait_s=f"{wait_s:g}")
                     raise

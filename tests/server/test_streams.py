@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from hurray_wire.errors import HurrayError, KeyNotFound, NodeDraining, ProtocolViolation
+from hurray_wire.errors import DeadlineExceeded, HurrayError, KeyNotFound, NodeDraining, ProtocolViolation
 from hurray_wire.status import from_status, to_status
 from hurray_wire.v1 import transfer_pb2 as pb
 from support.daemon import RunningDaemon, eventually, running_daemon
@@ -69,6 +69,19 @@ def test_a_budget_out_of_range_is_refused_by_name(daemon: RunningDaemon, peer: R
     request.budget.seconds = seconds
     assert refused(stream, request).field == "budget"
     assert isinstance(refused(stream, opening(peer)), KeyNotFound)
+    stream.finish()
+    assert stream.read() is None
+
+
+def test_a_wait_longer_than_the_budget_ends_as_late_not_as_unknown(daemon: RunningDaemon, peer: RawClient) -> None:
+    stream = Stream(peer.stub.Get)
+    request = opening(peer, wait=Duration(seconds=60))
+    request.budget.CopyFrom(Duration(nanos=50_000_000))
+    error = refused(stream, request)
+    assert isinstance(error, DeadlineExceeded)
+    assert error.stage == "wait"
+    short = opening(peer, wait=Duration(nanos=50_000_000))
+    assert isinstance(refused(stream, short), KeyNotFound)
     stream.finish()
     assert stream.read() is None
 
