@@ -81,8 +81,10 @@ class Node:
         self.readers: Final = Readers(self.store)
         self.requests: Final = Requests()
         self.transfers: set[Transfer[Any]] = set()
+        """Those whose outcome is open: what limits count."""
+        self._unended: set[Transfer[Any]] = set()
         self.idle: Final = asyncio.Event()
-        """Set while no transfer runs."""
+        """Set while the mover has no transfer that has not ended."""
         self.idle.set()
         self.draining = False
         self._on_ready = on_ready
@@ -126,12 +128,17 @@ class Node:
     def add(self, transfer: Transfer[Any]) -> None:
         """A transfer begins."""
         self.transfers.add(transfer)
+        self._unended.add(transfer)
         self.idle.clear()
 
     def remove(self, transfer: Transfer[Any]) -> None:
-        """A transfer is over."""
+        """The outcome of a transfer is certain: it makes room for another."""
         self.transfers.discard(transfer)
-        if not self.transfers:
+
+    def ended(self, transfer: Transfer[Any]) -> None:
+        """The mover has ended a transfer."""
+        self._unended.discard(transfer)
+        if not self._unended:
             self.idle.set()
 
     @property

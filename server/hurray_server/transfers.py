@@ -134,6 +134,7 @@ class Transfer(ABC, Generic[MessageT]):
                 "transfer failed", **self._names, seconds=self._seconds(), reason=error.reason, error=str(error)
             )
         self.messages.put(None)
+        self._node.ended(self)
 
     def _seconds(self) -> float:
         return round(time.monotonic() - self._began_s, 6)

@@ -29,6 +29,7 @@ class Setup:
     def __init__(self) -> None:
         self.told: list[mpb.TransferInput] = []
         self.transfers: set[Any] = set()
+        self.ended: list[Any] = []
         link = SimpleNamespace(
             new_transfer=lambda _: 1,
             begin_target=lambda order: setattr(self, "order", order),
@@ -50,6 +51,7 @@ class Setup:
             tenant_number=lambda tenant: {"local": 77}[tenant],
             add=self.transfers.add,
             remove=self.transfers.discard,
+            ended=self.ended.append,
         )
         self.offer = Prepared.of(snapshot()).offer("k", 5, annotations={"secret": "s"})
         self.put = PutTransfer(
@@ -105,10 +107,11 @@ def test_a_commit_is_visible_at_once_and_its_receipt_is_kept() -> None:
         assert setup.known() == message.receipt
         assert (message.receipt.wire_bytes, message.receipt.node) == (9, "n")
         assert setup.transfers == set(), "it counts for no limit any more"
+        assert setup.ended == [], "a node that stops now would cut off the end of its stream"
         setup.report(ended=mpb.TransferEnded())
         assert setup.messages() == [None]
         assert setup.put.error is None
-        assert setup.transfers == set()
+        assert setup.ended == [setup.put]
 
     in_a_loop(body)
 
