@@ -67,6 +67,7 @@ class Exchange:
         self._settle_alarm: Alarm | None = None
         self._left = False
         self._to_keep = [None]
+        self._failed = False
         self._stream = node.streams.take(method, self)
 
     # --- from the caller's thread -----------------------------------------------------------------------------------
@@ -165,14 +166,15 @@ class Exchange:
         self._settle_alarm = self.node.alarms.after(seconds, self._stream.cut)
 
     def _keep_stream(self) -> None:
-        """If the node is done: the stream is free for another transfer, once. Else its alarm cuts it."""
+        """If the node is done: the stream is free for another transfer, once, unless this one failed: then the two
+        sides may disagree about where it ended. If the node is not done, its alarm cuts the stream."""
         if not self._node_over:
             return
         with suppress(IndexError):  # the caller's thread and the stream's may both come here
             self._to_keep.pop()
             if self._settle_alarm is not None:
                 self._settle_alarm.cancel()
-            self.node.streams.give_back(self._stream)
+            self.node.streams.give_back(self._stream, keep=not self._failed)
 
     # --- from the data-plane thread ---------------------------------------------------------------------------------
 
@@ -184,6 +186,7 @@ class Exchange:
                 if not self._node_over:
                     drain_s = sum(seconds for stage, seconds in output.stages if stage == DRAIN)
                     self._settle(max(SETTLE_LEAST_S, SETTLE_S - drain_s))
+                self._failed = self._failed or output.error is not None
                 self._ended = output
                 self._bell.put(None)
                 return
@@ -209,6 +212,7 @@ class Exchange:
         if over and not self._awaits_first:
             self._await_machine()
         if over and response.outcome.HasField("error"):
+            self._failed = True
             error = from_status(response.outcome.error)
             self.post(self._refusal(error))
             self._end(error)

@@ -144,12 +144,12 @@ class Streams:
             elif stream.take(user):
                 return stream
 
-    def give_back(self, stream: Stream) -> None:
-        """The transfer is over at both sides: keep the stream for another."""
+    def give_back(self, stream: Stream, *, keep: bool) -> None:
+        """The transfer is over at both sides: keep the stream for another, or end it."""
         stream.leave()
         with self._lock:
             idle = self._idle[stream.method]
-            keep = stream in self._all and not self._closed and len(idle) < IDLE_MOST
+            keep = keep and stream in self._all and not self._closed and len(idle) < IDLE_MOST
             if keep:
                 stream.idle_since = time.monotonic()
                 idle.append(stream)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 import hurray_client as ht
 from sdk.snapshots import make_snapshot
 from support.daemon import RunningDaemon, eventually
@@ -42,3 +44,17 @@ def test_a_client_closed_right_after_a_put_takes_nothing_back(daemon: RunningDae
         with ht.connect(daemon.address) as other:
             receipt = other.put(f"closed/{number}", make_snapshot())
         assert client.stat(f"closed/{number}").info.generation == receipt.generation
+
+
+def test_a_transfer_that_failed_leaves_no_stream_behind(daemon: RunningDaemon) -> None:
+    before = threads()
+    with ht.connect(daemon.address) as client:
+        client.put("left", make_snapshot())
+        with pytest.raises(ht.KeyExists):
+            client.put("left", make_snapshot())
+        with pytest.raises(ht.KeyNotFound):
+            client.get("never")
+        eventually(lambda: threads() == before, 10, "both have ended")
+        client.put("left", make_snapshot(), overwrite=True)
+        assert threads() == before + 1
+        client.delete("left")
