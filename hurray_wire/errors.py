@@ -62,6 +62,11 @@ def error_class(reason: str) -> type[HurrayError] | None:
     return _BY_REASON.get(reason)
 
 
+def all_reasons() -> tuple[str, ...]:
+    """The reason of every error there is."""
+    return tuple(_BY_REASON)
+
+
 # --- INVALID_ARGUMENT: what was offered is wrong whatever the state of anything -------------------------------
 
 

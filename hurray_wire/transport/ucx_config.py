@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from hurray_wire.errors import DataPlaneUnavailable, Misuse
-from hurray_wire.transport import _networks, _sockets
+from hurray_wire.transport import _sockets, networks
 
 PORTS_FIELD: Final = "ucx.last_port"
 """The field of the error that no port of the range is free."""
@@ -59,7 +59,7 @@ class UcxConfig:
             for value in values:
                 _require(bool(pattern.fullmatch(value)), name, value, f"names that match {pattern.pattern}")
         for value in self.trusted:
-            known = _networks.is_network(value) or bool(_DEVICE_NAME.fullmatch(value))
+            known = networks.is_network(value) or bool(_DEVICE_NAME.fullmatch(value))
             _require(known, "trusted", value, 'networks, as in "10.0.0.0/24", and names of devices')
         _require(1024 <= self.first_port <= 65535, "first_port", self.first_port, "1024 to 65535")
         _require(self.first_port <= self.last_port <= 65535, "last_port", self.last_port, "first_port to 65535")
@@ -75,7 +75,7 @@ class UcxConfig:
 
     def check_trusted(self) -> None:
         """Raise Misuse for a device that strangers may reach, as it is now."""
-        _networks.check_trusted(self.net_devices, self.trusted, "ucx.trusted")
+        networks.check_trusted(self.net_devices, self.trusted, "ucx.trusted")
 
 
 def _require(holds: bool, name: str, offered: object, required: str) -> None:

@@ -141,10 +141,22 @@ class Prepared(_message.Message):
     def __init__(self, receipt: _Optional[_Union[_transfer_pb2.Receipt, _Mapping]] = ..., viewable: _Optional[bool] = ...) -> None: ...
 
 class TransferEnded(_message.Message):
-    __slots__ = ("error",)
+    __slots__ = ("error", "source")
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     error: _status_pb2.Status
-    def __init__(self, error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+    source: SourceSummary
+    def __init__(self, error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., source: _Optional[_Union[SourceSummary, _Mapping]] = ...) -> None: ...
+
+class SourceSummary(_message.Message):
+    __slots__ = ("wire_bytes", "mapped_bytes", "stages")
+    WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAPPED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    wire_bytes: int
+    mapped_bytes: int
+    stages: _containers.RepeatedCompositeFieldContainer[_transfer_pb2.StageTime]
+    def __init__(self, wire_bytes: _Optional[int] = ..., mapped_bytes: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[_transfer_pb2.StageTime, _Mapping]]] = ...) -> None: ...
 
 class ReaderGone(_message.Message):
     __slots__ = ("transfer",)

@@ -39,6 +39,8 @@ class Decision:
     principal: Principal | None = None
     facts: dict[str, object] = field(default_factory=dict)
     told: bool = False
+    begun: bool = False
+    """What it asked for was given to it, or had begun: what fails then is no refusal."""
 
     @property
     def caller(self) -> Principal:

@@ -144,6 +144,21 @@ class LogConfig(Section):
     format: Literal["json", "text"] = "json"
 
 
+class MetricsConfig(Section):
+    """Metrics and readiness over HTTP, in plain text, to whoever reaches the address."""
+
+    enabled: bool = True
+    listen: str | None = None
+    """Host and port; None: loopback, with the port two after the control plane's. Port 0 takes a free one."""
+
+    @field_validator("listen")
+    @classmethod
+    def _is_address(cls, value: str | None) -> str | None:
+        if value is not None:
+            split_address(value)
+        return value
+
+
 class Config(BaseSettings):
     """Everything that hurrayd can be told."""
 
@@ -178,6 +193,7 @@ class Config(BaseSettings):
     limits: LimitsConfig = LimitsConfig()
     transfers: TransferConfig = TransferConfig()
     log: LogConfig = LogConfig()
+    metrics: MetricsConfig = MetricsConfig()
     tls: TlsConfig | None = None
     """None: plain text, one tenant, and no identities."""
     grants: tuple[GrantConfig, ...] = ()
@@ -220,6 +236,8 @@ class Config(BaseSettings):
         for kind in self.transports or ():
             if kind in without:
                 raise ValueError(f"transports has {kind}: {without[kind]}")
+        if self.metrics_listen is not None and self.metrics_listen[1] > 65535:
+            raise ValueError(f"there is no port two after that of listen, {self.listen}: say metrics.listen")
         data = self.tls.data if self.tls is not None else DataConfig()
         for name, section in (("tcp", self.tcp), ("tls.data", data)):
             if section.listen is None:
@@ -235,6 +253,16 @@ class Config(BaseSettings):
     def tcp_listen(self) -> tuple[str, int]:
         """Host and port that the transport tcp listens at."""
         return split_address(self.tcp.listen) if self.tcp.listen is not None else self._next_port
+
+    @property
+    def metrics_listen(self) -> tuple[str, int] | None:
+        """Host and port of the metrics; None where there are none."""
+        if not self.metrics.enabled:
+            return None
+        if self.metrics.listen is not None:
+            return split_address(self.metrics.listen)
+        _, port = split_address(self.listen)
+        return "127.0.0.1", port + 2 if port else 0
 
     @property
     def _next_port(self) -> tuple[str, int]:

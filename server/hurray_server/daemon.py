@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from http import HTTPStatus
+from importlib.metadata import version
 from typing import Any, Final
 
 import grpc
@@ -14,7 +16,9 @@ from grpc_reflection.v1alpha import reflection
 
 from hurray_server.audit import Audit
 from hurray_server.config import Config, is_loopback, split_address
+from hurray_server.endpoint import Endpoint, Page
 from hurray_server.identity import make_callers
+from hurray_server.metrics import metrics_page
 from hurray_server.node import Node
 from hurray_server.rpc import MalformedRequests, OtherServices
 from hurray_server.server_credentials import ServerCredentials
@@ -47,23 +51,33 @@ class Daemon:
         self._audit = Audit(config.audit.path)
         self._node = Node(config, on_ready=self._set_ready)
         self._server = self._make_server()
+        self._pages = Endpoint(
+            {
+                "/metrics": metrics_page(self._node, version("hurray-transfer")),
+                "/healthz": lambda: Page(b"ok\n"),
+                "/readyz": self._readiness,
+            }
+        )
 
     async def run(self) -> None:
         """Serve until told to stop. Raises HurrayError where that cannot begin or go on."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        port = self._bind()
+        port, watched = self._bind(), "off"
         try:
+            if self._config.metrics_listen is not None:
+                watched = await self._pages.start(*self._config.metrics_listen)
             await self._publish(False)
             await self._server.start()
             await self._node.start()
-            self._announce(port)
+            self._announce(port, watched)
             await self._serve()
             await self._drain()
         finally:
             await self._node.stop()
             await self._server.stop(STOP_S)
+            await self._pages.stop()
             _log.info("stopped")
 
     def ask_to_stop(self, drain_s: float) -> None:
@@ -124,8 +138,8 @@ class Daemon:
             raise InvalidRequest("cannot listen there: is the port taken?", field="listen", offered=listen)
         return port
 
-    def _announce(self, port: int) -> None:
-        """Tell people, and whoever started this process, that it serves."""
+    def _announce(self, port: int, watched: str) -> None:
+        """Tell people, and whoever started this process, that it serves. `watched`: where its metrics are."""
         config, mover = self._config, self._node.link.require_up("start")
         host, _ = split_address(config.listen)
         listens = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -148,9 +162,17 @@ class Daemon:
         print(
             f"hurrayd ready: address={config.advertise or listens} listen={listens} node={config.node} "
             f"incarnation={self._node.incarnation:016x} arena_bytes={self._node.link.usage.arena.total_bytes} "
+            f"metrics={watched} "
             f"transports={','.join(kinds)} ucx=({mover.ucx})",
             flush=True,
         )
+
+    def _readiness(self) -> Page:
+        node = self._node
+        if node.ready:
+            return Page(b"ready\n")
+        why = "draining" if node.draining else "the data plane is not up"
+        return Page(f"{why}\n".encode(), HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _set_ready(self, ready: bool) -> None:
         task = asyncio.ensure_future(self._publish(ready))

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from hurray_server.pins import Pins
 from hurray_wire import session as s
 from hurray_wire.dataplane import DataPlane
 from hurray_wire.errors import DataPlaneUnavailable, HurrayError, LimitExceeded, ProtocolViolation, SnapshotLost
-from hurray_wire.image import is_viewable
+from hurray_wire.image import ImagePlan, is_viewable
 from hurray_wire.limits import MAX_WINDOW
 from hurray_wire.messages import (
     read_offer,
@@ -72,6 +72,7 @@ class _Running:
     transport: str
     window: int
     offer: pb.Offer
+    plan: ImagePlan
 
 
 class Mover:
@@ -201,7 +202,7 @@ class Mover:
 
     def _begin_target(self, order: mpb.BeginTarget) -> None:
         offered = read_offer(order.offer, self._config.limits)
-        self._running[order.transfer] = _Running(False, order.transport, order.window, order.offer)
+        self._running[order.transfer] = _Running(False, order.transport, order.window, order.offer, offered.plan)
         memory = TransferMemory(self._arena, order.transfer, order.tenant)
         payload = ImageTarget(offered.plan, offered.token_counts, memory)
         self._plane.begin_target(
@@ -228,7 +229,7 @@ class Mover:
             if shown is not None:
                 shown.pin.close()
             raise
-        self._running[order.transfer] = _Running(True, order.offer.transports[0], MAX_WINDOW, order.offer)
+        self._running[order.transfer] = _Running(True, order.offer.transports[0], MAX_WINDOW, order.offer, offered.plan)
         self._plane.begin_source(
             order.transfer,
             SourceOrder(
@@ -350,15 +351,21 @@ class Mover:
                 verified_chunk_count=output.verified_chunk_count,
                 checksum=running.offer.checksum,
                 transport=running.transport,
-                stages=[pb.StageTime(stage=stage, duration=to_duration(seconds)) for stage, seconds in output.stages],
+                stages=_stage_times(output.stages),
             ),
             viewable=self._arena.can_show(transfer) and all(map(is_viewable, summary.descriptors)),
         )
 
     def _ended(self, transfer: int, output: Ended) -> None:
-        del self._running[transfer]
-        error = to_status(output.error) if output.error is not None else None
-        self._output(transfer, ended=mpb.TransferEnded(error=error))
+        running = self._running.pop(transfer)
+        ended = mpb.TransferEnded()
+        if output.error is not None:
+            ended.error.CopyFrom(to_status(output.error))
+        elif running.is_source:
+            plan = running.plan
+            ended.source.wire_bytes, ended.source.mapped_bytes = plan.wire_bytes, plan.mapped_bytes
+            ended.source.stages.extend(_stage_times(output.stages))
+        self._output(transfer, ended=ended)
 
     def _output(
         self,
@@ -400,6 +407,10 @@ class Mover:
             transfer_count=self._plane.transfer_count,
         )
         self._report(mpb.MoverReport(usage=usage))
+
+
+def _stage_times(stages: Iterable[tuple[str, float]]) -> list[pb.StageTime]:
+    return [pb.StageTime(stage=stage, duration=to_duration(seconds)) for stage, seconds in stages]
 
 
 def _makers(config: TransportsConfig) -> dict[str, Callable[[], Transport]]:

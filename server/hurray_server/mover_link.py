@@ -102,6 +102,7 @@ class MoverLink:
         """What the mover said when it came up; None while none is up."""
         self.usage = mpb.MoverUsage()
         """What it last said of itself; zero while none is up."""
+        self._unknown_tags_before = 0
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -123,6 +124,16 @@ class MoverLink:
             self.supervisor.cancel()
             await asyncio.gather(self.supervisor, return_exceptions=True)
         await self._end_process(kill=False)
+
+    @property
+    def unknown_tag_count(self) -> int:
+        """Messages that no transfer waited for, of all movers so far."""
+        return self._unknown_tags_before + self.usage.unknown_tag_count
+
+    @property
+    def pid(self) -> int | None:
+        """Of the mover; None while there is none."""
+        return None if self._process is None else self._process.pid
 
     @property
     def up(self) -> bool:
@@ -379,6 +390,7 @@ class MoverLink:
         pid = self._process.pid if self._process is not None else None
         _log.error("mover down", pid=pid, error=str(error), transfers=len(self._transfers))
         self.started = None
+        self._unknown_tags_before = self.unknown_tag_count
         self.usage = mpb.MoverUsage()
         self._connected.clear()
         transfers, self._transfers = self._transfers, {}

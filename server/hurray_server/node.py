@@ -23,10 +23,11 @@ from hurray_server.readers import Readers
 from hurray_server.requests import Requests
 from hurray_server.sessions import Sessions
 from hurray_server.store import Contents, Snapshot, Store
+from hurray_server.tally import Tally
 from hurray_server.transfers import Transfer
 from hurray_server.trust_config import read_quotas
 from hurray_wire.credentials import WatchedCredentials
-from hurray_wire.errors import HurrayError, LimitExceeded, NodeDraining
+from hurray_wire.errors import HurrayError, KeyExpired, LimitExceeded, NodeDraining
 from hurray_wire.v1 import mover_pb2 as mpb
 
 _log = structlog.get_logger("hurray.node")
@@ -75,8 +76,12 @@ class Node:
         )
         self.quotas: Final = Quotas(*read_quotas(config.quotas))
         self._charges: dict[int, Charge] = {}
+        self.tally: Final = Tally()
         self.store: Final = Store(
-            self._free, max_snapshots=config.limits.max_snapshots, generation=generations_before(time.time())
+            self._free,
+            max_snapshots=config.limits.max_snapshots,
+            generation=generations_before(time.time()),
+            on_removed=self._removed,
         )
         self.readers: Final = Readers(self.store)
         self.requests: Final = Requests()
@@ -188,6 +193,12 @@ class Node:
         """Charge this tenant for a snapshot from now on. Raises QuotaExceeded."""
         self.quotas.take_over(self._charges[snapshot.contents.memory], tenant)
 
+    def _removed(self, snapshot: Snapshot, reason: type[HurrayError]) -> None:
+        self.tally.end_lease(reason)
+        if reason is KeyExpired:
+            charge = self._charges[snapshot.contents.memory]
+            _log.info("lease ended", key=snapshot.key, generation=snapshot.generation, tenant=charge.tenant)
+
     def _free(self, memory: int) -> None:
         self.link.free(memory)
         self.quotas.release(self._charges.pop(memory))
@@ -214,8 +225,7 @@ class Node:
     async def _expire(self) -> None:
         while True:
             self._leases_changed.clear()
-            for snapshot in self.store.expire(self.now_s()):
-                _log.info("lease ended", key=snapshot.key, generation=snapshot.generation)
+            self.store.expire(self.now_s())
             at_s = self.store.next_expiry_s()
             self._looks_at_s = float("inf") if at_s is None else at_s
             try:
@@ -227,6 +237,7 @@ class Node:
     # --- mover ----------------------------------------------------------------------------------------------------
 
     def _mover_up(self, started: mpb.MoverStarted) -> None:
+        self.tally.mover_start_count += 1
         kinds = [transport.kind for transport in started.transports]
         _log.info("mover up", incarnation=f"{started.incarnation:016x}", transports=kinds, ucx=started.ucx)
         for kind, reason in started.left_out.items():

@@ -16,6 +16,7 @@ from structlog.contextvars import bind_contextvars
 
 from hurray_server.audit import Audit, Decision
 from hurray_server.identity import Callers
+from hurray_server.tally import Tally
 from hurray_wire.errors import Cancelled, HurrayError, InternalError, ProtocolViolation
 from hurray_wire.status import STATUS_TRAILER, cut_text, to_status
 from hurray_wire.v1 import transfer_pb2
@@ -41,6 +42,10 @@ class Answering(Protocol):
     @property
     def audit(self) -> Audit:
         """Is told of every call."""
+
+    @property
+    def tally(self) -> Tally:
+        """Counts those that come to nothing."""
 
 
 def answers(method: Callable[..., Awaitable[Any]]) -> Callable[[Any, Any, Context], Awaitable[Any]]:
@@ -72,8 +77,8 @@ def answers(method: Callable[..., Awaitable[Any]]) -> Callable[[Any, Any, Contex
 async def judge(
     servicer: Answering, decision: Decision, context: Context, work: Callable[[], Awaitable[T]]
 ) -> tuple[T | None, HurrayError | None]:
-    """Find out who calls, do the work, tell the audit log: what it returned, or raised. A fault of ours is logged and
-    told by its log id only."""
+    """Find out who calls, do the work, tell the audit log, count a refusal: what it returned, or raised. A fault of
+    ours is logged and told by its log id only."""
     ended: HurrayError | None = Cancelled("the caller went away")
     try:
         decision.principal = servicer.callers.principal(context)
@@ -84,16 +89,23 @@ async def judge(
         _log.info("call failed", reason=error.reason, error=cut_text(str(error), LOGGED_MAX_BYTES))
         # Without its traceback: it ends in an exception that the call keeps, in a cycle, and with it all it refers to.
         ended = error.with_traceback(None)
+        _count(servicer.tally, decision, ended)
         return None, ended
     except Exception:
         log_id = uuid.uuid4().hex[:12]
         _log.exception("internal error", log_id=log_id)
         ended = InternalError("a fault of the node; its log has the cause", log_id=log_id)
+        _count(servicer.tally, decision, ended)
         return None, ended
     finally:
         if ended is not None or decision.action != "getnode":  # which everyone asks, often, and who has an identity may
             # After the answer is on its way: nobody waits for a log.
             asyncio.get_running_loop().call_soon(servicer.audit.record, decision, ended)
+
+
+def _count(tally: Tally, decision: Decision, error: HurrayError) -> None:
+    if not decision.begun:
+        tally.refuse(decision.action, error)
 
 
 async def abort(context: Context, error: HurrayError) -> NoReturn:

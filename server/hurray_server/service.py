@@ -72,6 +72,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
     def __init__(self, node: Node, callers: Callers, audit: Audit, on_drain: Callable[[float], None]) -> None:
         self.callers: Final = callers
         self.audit: Final = audit
+        self.tally: Final = node.tally
         self._node = node
         self._on_drain = on_drain
         self._version = version("hurray-transfer")  # read from a file: once, while there are descriptors to open it
@@ -116,6 +117,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
         session, welcome = await self._node.sessions.open(decision.caller, first.hello)
         decision.facts.update(peer=f"{session.peer:016x}", transports=session.transports)
         self.audit.record(decision, None)
+        decision.begun = True
         orderly = False
         heard = asyncio.ensure_future(anext(requests, None))
         try:

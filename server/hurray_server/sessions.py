@@ -120,7 +120,7 @@ class Sessions:
     async def close(self, session: Session, *, abort: bool) -> None:
         """End it and its connection; one that was replaced or lost meanwhile has none."""
         if self._forget(session):
-            _log.info("session closed", peer=f"{session.peer:016x}", aborted=abort)
+            _log.info("session closed", peer=f"{session.peer:016x}", tenant=session.principal.tenant, aborted=abort)
             closed = self._link.close_peer(session.peer, abort=abort)
             closed.add_done_callback(lambda _: self._shut_out(session))
             if not abort:
@@ -132,7 +132,7 @@ class Sessions:
         """The mover lost the connection to a peer."""
         session = self._by_peer.get(peer)
         if session is not None and self._forget(session):
-            _log.warning("session lost", peer=f"{peer:016x}", error=str(error))
+            _log.warning("session lost", peer=f"{peer:016x}", tenant=session.principal.tenant, error=str(error))
             session.end(error)
 
     def end_all(self, error: HurrayError) -> None:

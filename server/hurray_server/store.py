@@ -99,13 +99,22 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True)
+class Pinned:
+    """Bytes of snapshots that have readers: under their key, and off it, held for those alone."""
+
+    keyed_bytes: int
+    unkeyed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Tombstone:
     reason: type[HurrayError]
     died_s: float
 
 
 class Store:
-    """See the module. `generation`: the last one that was given before, by whoever held these keys until now."""
+    """See the module. `generation`: the last one that was given before, by whoever held these keys until now.
+    `on_removed(snapshot, reason)`: it was taken off its key."""
 
     def __init__(
         self,
@@ -113,10 +122,12 @@ class Store:
         *,
         max_snapshots: int,
         generation: int = 0,
+        on_removed: Callable[[Snapshot, type[HurrayError]], None] = lambda _snapshot, _reason: None,
         tombstone_s: float = TOMBSTONE_S,
         max_tombstones: int = MAX_TOMBSTONES,
     ) -> None:
         self._free = free
+        self._on_removed = on_removed
         self._max_snapshots = max_snapshots
         self._tombstone_s = tombstone_s
         self._max_tombstones = max_tombstones
@@ -288,6 +299,18 @@ class Store:
 
         return unwatch
 
+    def pinned(self) -> Pinned:
+        """What readers have now."""
+        keyed_bytes = unkeyed_bytes = 0
+        for generation, pins in self._readers.items():
+            snapshot = next(iter(pins)).snapshot
+            held = self._snapshots.get(snapshot.key)
+            if held is not None and held.generation == generation:
+                keyed_bytes += snapshot.contents.held_bytes
+            else:
+                unkeyed_bytes += snapshot.contents.held_bytes
+        return Pinned(keyed_bytes, unkeyed_bytes)
+
     # --- time and loss ------------------------------------------------------------------------------------------------
 
     def expire(self, now_s: float) -> list[Snapshot]:
@@ -335,6 +358,7 @@ class Store:
         self._tombstones[key, snapshot.generation] = _Tombstone(reason, now_s)
         self._last_dead[key] = snapshot.generation
         self._drop_tombstones(now_s)
+        self._on_removed(snapshot, reason)
         if snapshot.generation not in self._readers:
             self._free(snapshot.contents.memory)
 

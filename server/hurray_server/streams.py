@@ -214,6 +214,7 @@ class TransferStream:
             self._transfer = None
             transfer.stream_lost()
             decision.facts.update(transfer.facts)
+            decision.begun = transfer.accepted
         if transfer.error is not None:
             raise transfer.error
         return False

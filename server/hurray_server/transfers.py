@@ -67,6 +67,7 @@ class Transfer(ABC, Generic[MessageT]):
     """What puts and gets have in common. `error` is set before the end is in `messages`; None: it succeeded."""
 
     kind: str
+    direction: str
 
     def __init__(
         self,
@@ -74,6 +75,7 @@ class Transfer(ABC, Generic[MessageT]):
         session: Session,
         key: str,
         request_id: str,
+        transport: str,
         *,
         end_slot: Callable[[], None],
         budget_s: float,
@@ -85,6 +87,9 @@ class Transfer(ABC, Generic[MessageT]):
         self.facts: dict[str, object] = {}
         """For the audit log."""
         self.stage = "offer"
+        self.accepted = False
+        """From then on bytes may have moved."""
+        self.transport: Final = transport
         self._node = node
         self._end_slot = end_slot
         self._over = False
@@ -95,6 +100,7 @@ class Transfer(ABC, Generic[MessageT]):
             "kind": self.kind,
             "key": key,
             "request_id": request_id,
+            "transport": transport,
             "tenant": session.principal.tenant,
             "peer": f"{session.peer:016x}",
         }
@@ -129,9 +135,16 @@ class Transfer(ABC, Generic[MessageT]):
         self._overdue.cancel()
         self._leave()
         self._settle()
-        if error is not None:
+        if error is not None and not self.succeeded:
+            if self.accepted:
+                self._node.tally.fail(self.direction, self.transport, error)
             _log.warning(
-                "transfer failed", **self._names, seconds=self._seconds(), reason=error.reason, error=str(error)
+                "transfer failed",
+                **self._names,
+                seconds=self._seconds(),
+                stage=error.stage or self.stage,
+                reason=error.reason,
+                error=str(error),
             )
         self.messages.put(None)
         self._node.ended(self)
@@ -143,6 +156,11 @@ class Transfer(ABC, Generic[MessageT]):
         """Make room for another."""
         self._node.remove(self)
         self._end_slot()
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it has, whatever may follow."""
+        return self._over and self.error is None
 
     @abstractmethod
     def on_output(self, output: mpb.TransferOutput) -> None:
@@ -157,6 +175,7 @@ class PutTransfer(Transfer[pb.TargetMessage]):
     """A snapshot that comes in."""
 
     kind = "put"
+    direction = "in"
 
     def __init__(
         self,
@@ -173,7 +192,7 @@ class PutTransfer(Transfer[pb.TargetMessage]):
         lease_s: float,
         budget_s: float,
     ) -> None:
-        super().__init__(node, session, offer.key, offer.request_id, end_slot=end_slot, budget_s=budget_s)
+        super().__init__(node, session, offer.key, offer.request_id, transport, end_slot=end_slot, budget_s=budget_s)
         self.stage = "reserve"
         self._offer = offer
         self._offered = offered
@@ -197,12 +216,17 @@ class PutTransfer(Transfer[pb.TargetMessage]):
         )
         self._held = _as_held(offer, offered)  # while the mover works
 
+    @property
+    def succeeded(self) -> bool:
+        """See Transfer."""
+        return self.snapshot is not None
+
     def on_output(self, output: mpb.TransferOutput) -> None:
         """See Outputs."""
         match output.WhichOneof("output"):
             case "target":
                 if output.target.WhichOneof("message") == "accept":
-                    self.stage = "pages"
+                    self.stage, self.accepted = "pages", True
                 self.messages.put(output.target)
             case "prepared":
                 self._commit(output.prepared)
@@ -255,11 +279,21 @@ class PutTransfer(Transfer[pb.TargetMessage]):
         asyncio.get_running_loop().call_soon(self._after_commit, receipt)
 
     def _after_commit(self, receipt: pb.Receipt) -> None:
+        seconds = self._seconds()
         self._node.leases_changed()
+        self._node.tally.dirty_dead_slot_count += receipt.dirty_dead_slot_count
+        self._node.tally.succeed(
+            self.direction,
+            self.transport,
+            seconds,
+            receipt.stages,
+            crossed_bytes=receipt.wire_bytes,
+            mapped_bytes=receipt.mapped_bytes,
+        )
         _log.info(
             "snapshot committed",
             **self._names,
-            seconds=self._seconds(),
+            seconds=seconds,
             generation=receipt.generation,
             bytes=receipt.wire_bytes,
             tensors=receipt.tensor_count,
@@ -277,6 +311,7 @@ class GetTransfer(Transfer[pb.SourceMessage]):
     """A snapshot that goes out. Takes over the pin. `view`: as a view, which keeps the pin after the transfer."""
 
     kind = "get"
+    direction = "out"
 
     def __init__(
         self,
@@ -290,7 +325,7 @@ class GetTransfer(Transfer[pb.SourceMessage]):
         end_slot: Callable[[], None],
         budget_s: float,
     ) -> None:
-        super().__init__(node, session, pin.snapshot.key, request_id, end_slot=end_slot, budget_s=budget_s)
+        super().__init__(node, session, pin.snapshot.key, request_id, transport, end_slot=end_slot, budget_s=budget_s)
         self._pin = pin
         self._view = view
         if view:
@@ -324,7 +359,7 @@ class GetTransfer(Transfer[pb.SourceMessage]):
     def input(self, message: mpb.TransferInput) -> None:
         """See Transfer."""
         if message.target.HasField("accept"):
-            self.stage = "pages"
+            self.stage, self.accepted = "pages", True
         elif message.target.HasField("receipt") and self.stage == "offer":
             # A source's machine takes it for that of an earlier attempt, which a get has none of.
             self.cancel(ProtocolViolation("a receipt for what was not accepted", offered="receipt", required="accept"))
@@ -338,6 +373,8 @@ class GetTransfer(Transfer[pb.SourceMessage]):
                 self.messages.put(output.source)
             case "ended":
                 self._end(from_status(output.ended.error) if output.ended.HasField("error") else None)
+                if self.error is None:
+                    self._after_success(output.ended.source)
 
     def _settle(self) -> None:
         store, snapshot = self._node.store, self._pin.snapshot
@@ -348,8 +385,24 @@ class GetTransfer(Transfer[pb.SourceMessage]):
         else:
             store.unpin(self._pin)
         self._names |= {"generation": snapshot.generation, "consumed": self._pin.consume}
-        if self.error is None:
-            _log.info("transfer succeeded", **self._names, seconds=self._seconds())
+
+    def _after_success(self, summary: mpb.SourceSummary) -> None:
+        seconds = self._seconds()
+        self._node.tally.succeed(
+            self.direction,
+            self.transport,
+            seconds,
+            summary.stages,
+            crossed_bytes=summary.wire_bytes,
+            mapped_bytes=summary.mapped_bytes,
+        )
+        _log.info(
+            "transfer succeeded",
+            **self._names,
+            seconds=seconds,
+            bytes=summary.wire_bytes,
+            mapped_bytes=summary.mapped_bytes,
+        )
 
 
 def _as_held(offer: pb.Offer, offered: OfferedSnapshot) -> tuple[pb.TensorOffer, ...]:

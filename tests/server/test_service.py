@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -19,6 +20,7 @@ from hurray_server.audit import Audit
 from hurray_server.daemon import SERVICE_NAME
 from hurray_server.identity import LocalCallers
 from hurray_server.service import Service, _write
+from hurray_server.tally import Tally
 from hurray_wire.descriptor import build_descriptor
 from hurray_wire.dtypes import BY_NAME
 from hurray_wire.errors import (
@@ -115,7 +117,7 @@ def test_a_fault_of_the_node_is_told_by_its_log_id_only() -> None:
             self.error = from_trailers(code.name, message, trailers)
             raise grpc.aio.AbortError
 
-    context, service = Context(), Service(object(), LocalCallers(), Audit(None), lambda _: None)  # type: ignore[arg-type]
+    context, service = Context(), Service(SimpleNamespace(tally=Tally()), LocalCallers(), Audit(None), lambda _: None)  # type: ignore[arg-type]
     with pytest.raises(grpc.aio.AbortError):
         asyncio.run(service.GetNode(pb.GetNodeRequest(), context))  # type: ignore[arg-type]
     assert isinstance(context.error, InternalError)

@@ -14,6 +14,7 @@ from hurray_server.quotas import Quota, Quotas, Usage
 from hurray_server.requests import Requests
 from hurray_server.sessions import Session
 from hurray_server.store import Store
+from hurray_server.tally import Tally
 from hurray_server.transfers import PutTransfer
 from hurray_wire.errors import Cancelled, DataPlaneUnavailable, HurrayError, KeyNotFound, PeerUnavailable
 from hurray_wire.messages import read_offer, to_duration
@@ -40,6 +41,7 @@ class Setup:
         self.quotas = Quotas(Quota(), {})
         self.node: Any = SimpleNamespace(
             quotas=self.quotas,
+            tally=Tally(),
             keep=lambda *_: None,
             link=link,
             config=load_config(None, {"node": "n"}),
@@ -72,7 +74,9 @@ class Setup:
         self.put.on_output(mpb.TransferOutput(transfer=1, **output))
 
     def prepared(self) -> None:
-        receipt = pb.Receipt(wire_bytes=9, stages=[pb.StageTime(stage="pages", duration=to_duration(0.5))])
+        receipt = pb.Receipt(
+            wire_bytes=9, dirty_dead_slot_count=3, stages=[pb.StageTime(stage="pages", duration=to_duration(0.5))]
+        )
         self.report(prepared=mpb.Prepared(receipt=receipt, viewable=True))
 
     def messages(self) -> list[pb.TargetMessage | None]:
@@ -114,6 +118,22 @@ def test_a_commit_is_visible_at_once_and_its_receipt_is_kept() -> None:
         assert setup.ended == [setup.put]
 
     in_a_loop(body)
+
+
+def test_what_was_committed_is_counted_once_and_not_what_follows() -> None:
+    async def body() -> None:
+        setup = Setup()
+        setup.report(target=pb.TargetMessage(accept=pb.Accept()))
+        setup.prepared()
+        await asyncio.sleep(0)
+        setup.put.on_mover_down(DataPlaneUnavailable("gone"))
+        tally = setup.node.tally
+        assert tally.transfers == {("in", "ucx", "OK"): 1}
+        assert tally.crossed_bytes == {("in", "ucx"): 9}
+        assert tally.dirty_dead_slot_count == 3
+        assert list(tally.stage_durations) == [("in", "pages")]
+
+    asyncio.run(body())
 
 
 def test_the_mover_learns_no_names() -> None:

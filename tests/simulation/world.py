@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from hurray_server.config import ArenaConfig, Config, LeaseConfig, LimitsConfig, TransferConfig
+from hurray_server.config import ArenaConfig, Config, LeaseConfig, LimitsConfig, MetricsConfig, TransferConfig
 from hurray_wire import session as s
 from hurray_wire.errors import ArenaFull
 from simulation.content import SHAPES
@@ -72,6 +72,7 @@ class World(Workload):
             leases=LeaseConfig(default_s=5.0, max_s=60.0),
             limits=LimitsConfig(max_snapshots=9, max_transfers=24, max_sessions=16),
             transfers=TransferConfig(window=3, chunk_bytes=8192, max_budget_s=60.0),
+            metrics=MetricsConfig(enabled=False),
         )
 
     @property

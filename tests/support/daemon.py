@@ -42,6 +42,8 @@ class RunningDaemon:
         )
         assert found is not None, ready
         self.address, self.node = found[1], found[3]
+        self.watched = ready.partition(" metrics=")[2].partition(" ")[0]
+        """Address of its metrics."""
 
     @property
     def pid(self) -> int:

@@ -8,8 +8,8 @@ import socket
 import pytest
 
 from hurray_wire.errors import Misuse
-from hurray_wire.transport import _networks
-from hurray_wire.transport._networks import addresses_of, check_trusted
+from hurray_wire.transport import networks
+from hurray_wire.transport.networks import addresses_of, check_trusted
 from hurray_wire.transport.ucx import UcxTransport
 from hurray_wire.transport.ucx_config import UcxConfig
 
@@ -26,7 +26,7 @@ DEVICES = {
 @pytest.fixture(autouse=True)
 def _devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        _networks, "addresses_of", lambda device: [ipaddress.ip_address(text) for text in DEVICES.get(device, [])]
+        networks, "addresses_of", lambda device: [ipaddress.ip_address(text) for text in DEVICES.get(device, [])]
     )
 
 
@@ -43,7 +43,7 @@ def _devices(monkeypatch: pytest.MonkeyPatch) -> None:
         (["mlx5_0:1", "lo"], ["mlx5_0:1"]),
     ],
 )
-def test_a_device_on_trusted_networks_is_taken(devices: list[str], trusted: list[str]) -> None:
+def test_a_device_on_trustednetworks_is_taken(devices: list[str], trusted: list[str]) -> None:
     check_trusted(devices, trusted, "ucx.trusted")
 
 

@@ -32,6 +32,20 @@ def addresses_of(device: str) -> list[Address]:
     return found
 
 
+def devices_of(host: str) -> set[str]:
+    """The network devices that have this address; for the one that means all addresses, all but loopback. None for a
+    name, which is not looked up."""
+    try:
+        wanted = ipaddress.ip_address(host)
+    except ValueError:
+        return set()
+    if wanted.is_unspecified:
+        return {name for name, address in _ipv4() if not address.is_loopback}
+    if wanted.version == 4:
+        return {name for name, address in _ipv4() if address == wanted}
+    return {device for _, device in socket.if_nameindex() if wanted in addresses_of(device)}
+
+
 def _ipv4() -> list[tuple[str, Address]]:
     """Device and address of every IPv4 address of this host."""
     buffer = array.array("B", bytes(_IFREQ_BYTES * _IFREQS_MAX))
