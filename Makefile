@@ -3,12 +3,14 @@
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-LATER := test-cluster cluster-up cluster-down test-vllm
+LATER := test-vllm
+COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose) \
+  --project-name hurray --file deploy/compose.yaml
 
-.PHONY: help demo test simulate fuzz check bench bench-peers $(LATER)
+.PHONY: help demo test simulate fuzz check bench bench-peers cluster-up cluster-down test-cluster $(LATER)
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' Makefile | while read -r target text; do printf '  make %-11s %s\n' "$$target" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' Makefile | while read -r target text; do printf '  make %-12s %s\n' "$$target" "$$text"; done
 	@echo "  not yet: $(LATER)"
 
 demo: $(INSTALLED) ## hand a cache from one process to another through two daemons, and decode from it
@@ -24,6 +26,18 @@ fuzz: $(INSTALLED) ## fuzz what peers and files bring, SECONDS=60 for each targe
 	@cd tests && for target in $$($(CURDIR)/$(BIN)/python -m fuzz.run --list); do \
 	  echo "$$target"; $(CURDIR)/$(BIN)/python -m fuzz.run $$target --seconds $(or $(SECONDS),60) || exit 1; \
 	done
+
+cluster-up: ## build the image, start three nodes and two workers in containers, show what decode says
+	deploy/build.sh
+	$(COMPOSE) up --detach --no-build
+	@timeout 60 $(COMPOSE) logs --follow --no-color decode | grep --max-count 3 '"verdict": "equal"' || \
+	  { $(COMPOSE) ps; $(COMPOSE) logs --tail 20; exit 1; }
+
+cluster-down: ## stop that cluster and remove all of it but the image
+	$(COMPOSE) down --volumes --remove-orphans
+
+test-cluster: $(INSTALLED) ## faults in real containers; ARGS="-k pause", SOAK_S=600 (docs/cluster.md)
+	$(BIN)/pytest tests/cluster $(ARGS)
 
 check: $(INSTALLED) ## style, types, layers, generated code
 	$(BIN)/ruff check

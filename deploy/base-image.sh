@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Makes debian:bookworm-slim out of Debian's packages, for machines that reach a package mirror but no image registry.
+# As root, with debootstrap and an engine; does nothing where the image is there. MIRROR=http://... names another mirror
+# than this host's own.
+set -euo pipefail
+tag=debian:bookworm-slim
+docker image inspect "$tag" >/dev/null 2>&1 && exit 0
+
+mirror=${MIRROR:-$(sed -n 's/^URIs: *\([^ ]*\).*/\1/p' /etc/apt/sources.list.d/*.sources 2>/dev/null | head -n 1)}
+mirror=${mirror:-$(sed -n 's/^deb \(\[[^]]*\] \)\{0,1\}\([^ ]*\) .*/\2/p' /etc/apt/sources.list 2>/dev/null | head -n 1)}
+root=$(mktemp -d)
+trap 'rm -rf "$root"' EXIT
+debootstrap --variant=minbase --merged-usr bookworm "$root" "${mirror:-http://deb.debian.org/debian}" >"$root.log" 2>&1 ||
+  { cat "$root.log" >&2; exit 1; }
+rm -rf "$root.log" "$root"/var/cache/apt/* "$root"/var/lib/apt/lists/* "$root"/var/log/*.log \
+  "$root"/usr/share/{doc,man,info,locale,lintian}/*
+tar --numeric-owner -C "$root" -c . | docker import --change 'CMD ["bash"]' - "$tag"
