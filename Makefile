@@ -74,7 +74,7 @@ $(INSTALLED): pyproject.toml
 	  if [ -z "$$python" ]; then \
 	    echo "Needs Python 3.11 to 3.14: none found. Install one, or name it: make PYTHON=/path/to/python" >&2; exit 1; \
 	  fi; \
-	  echo "Installing into $(VENV) with $$python: about 530 MB, once"; \
+	  echo "Installing into $(VENV) with $$python: about 750 MB, once"; \
 	  $$python -m venv --clear $(VENV); }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@

@@ -23,6 +23,8 @@ from .memfd import HUGE_PAGE_BYTES
 
 DEVICE_CPU: Final = 0x00
 DEVICE_CUDA: Final = 0x01
+STANDARD: Final = 0x00
+"""The memory class of plain memory of its device."""
 
 # DLPack's device types (dlpack.h): memory that the host can read, and memory of a CUDA device.
 _DLPACK_HOST: Final = frozenset({1, 3, 11})
@@ -126,20 +128,40 @@ def array_module(array: object) -> Any:
     return np if isinstance(array, np.ndarray) else _cupy()
 
 
+def is_on_device(buffer: object) -> bool:
+    """Whether this is an array of a CUDA device; host buffers of any kind are not."""
+    return hasattr(buffer, "__cuda_array_interface__")
+
+
 def to_host(array: Any) -> npt.NDArray[Any]:
     """A NumPy array of the same values: the array itself, or a copy of one on a device."""
     return array if isinstance(array, (np.ndarray, np.generic)) else array.get()  # type: ignore[return-value]
 
 
-def byte_view(buffer: object) -> npt.NDArray[np.uint8]:
-    """Any contiguous host buffer (bytes, bytearray, memoryview, ndarray) as one-dimensional uint8, without a copy.
+def on_device_of(array: Any, host: Any) -> Any:
+    """A host array on the GPU of `array`; one that is there already stays."""
+    with array.device:
+        return array_module(array).asarray(host)
 
-    Writable where the buffer is.
+
+def copy_into(target: Any, source: Any) -> None:
+    """Copy contiguous bytes, uint8 [n], to others, whichever of the two are on a GPU."""
+    if is_on_device(target):
+        with target.device:
+            target[...] = on_device_of(target, source)
+    else:
+        target[...] = to_host(source)
+
+
+def byte_view(buffer: Any) -> npt.NDArray[np.uint8]:
+    """Any contiguous buffer (bytes, bytearray, memoryview, an array of the host or a GPU) as one-dimensional uint8,
+    without a copy. Writable where the buffer is.
     """
-    if isinstance(buffer, np.ndarray):
+    if isinstance(buffer, np.ndarray) or is_on_device(buffer):
         assert buffer.flags.c_contiguous
-        return buffer.reshape(-1).view(np.uint8)
-    view = memoryview(buffer)  # type: ignore[arg-type]
+        flat: npt.NDArray[np.uint8] = buffer.reshape(-1).view(np.uint8)
+        return flat
+    view = memoryview(buffer)
     return np.frombuffer(view.cast("B") if view.nbytes else b"", dtype=np.uint8)
 
 

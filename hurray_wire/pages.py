@@ -14,15 +14,24 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from . import kernels
 from .descriptor import Descriptor, build_descriptor
 from .errors import InvalidContents, LimitExceeded
 from .limits import PAGE_BYTES
-from .memory import DEVICE_CPU, aligned_empty, array_module
+from .memory import DEVICE_CPU, aligned_empty, is_on_device, on_device_of, to_host
 from .packing import E8M0_NEUTRAL, E8M0_TAG, clear_bits, pack, unpack
 from .parameters import Buffer, neutral, parameter_arrays
-from .policy import Policy
+from .policy import STRICT, Policy
 from .quantization import PerBlockAffine
-from .validate import BlockStructure, Index, pages_needed
+from .validate import (
+    BlockStructure,
+    Index,
+    check_structure,
+    copy_structure,
+    index_arrays,
+    pages_needed,
+    read_structure,
+)
 
 Bytes = npt.NDArray[np.uint8]
 Live = npt.NDArray[np.uint32]
@@ -37,6 +46,9 @@ _MAX_LIVE_PAGES: Final = 1 << 28
 _SMALL_PAGE_BYTES: Final = 1024
 _SMALL_PAGES: Final = 64
 _ROWS_AT_A_TIME: Final = 8192
+
+_RUN_BYTES: Final = 1 << 20
+"""Mean length from which on a GPU copies runs one by one: starting a copy costs it what moving as much does."""
 
 
 def _trailing(structure: BlockStructure) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
@@ -59,16 +71,43 @@ def _trailing(structure: BlockStructure) -> tuple[npt.NDArray[np.bool_], npt.NDA
     return full, partial
 
 
+def read_index(
+    descriptor: Descriptor,
+    block_table: Buffer,
+    seq_ptr: Buffer,
+    token_counts: Sequence[int] | npt.NDArray[Any],
+    policy: Policy = STRICT,
+) -> tuple[BlockStructure, Any]:
+    """The block structure of index buffers that arrived, checked, without a page that nobody names, and copied; and
+    live slots of each page, uint32 [num_pages], where the buffers are: on the host, or on a GPU, which does the work.
+
+    Raises InvalidContents (V1-V9), LimitExceeded, Misuse.
+    """
+    if not is_on_device(block_table):
+        structure = read_structure(descriptor, block_table, seq_ptr, token_counts, policy)
+        check_compact(structure)
+        return structure, live_slots(structure)
+    # What is checked is a copy here, too.
+    table, pointers = (array.copy() for array in index_arrays(descriptor, block_table, seq_ptr, policy))
+    structure = copy_structure(descriptor, to_host(table), to_host(pointers), token_counts)
+    _check_live_pages(structure)
+    counts = on_device_of(table, structure.token_counts)
+    size: dict[str, int] = {"num_pages": structure.num_pages, "page_size": structure.page_size}
+    if kernels.index_status(pointers, table, counts, **size) != kernels.INTACT:
+        # The host sees the same, and has the words for it.
+        check_structure(structure)
+        check_compact(structure)
+        raise AssertionError("host and GPU disagree about an index")
+    return structure, kernels.live_slots(pointers, table, counts, **size)
+
+
 def live_slots(structure: BlockStructure) -> Live:
     """Live slots of each page, uint32 [num_pages]; 0 for pages that no sequence names or none reaches.
 
     The structure must be checked. Raises LimitExceeded past 2**28 pages: pages without bytes (no heads, say) cost a
     writer nothing, and this 4 bytes each.
     """
-    if structure.num_pages > _MAX_LIVE_PAGES:
-        raise LimitExceeded(
-            "too many pages", field="num_pages", offered=structure.num_pages, required=f"<= {_MAX_LIVE_PAGES}"
-        )
+    _check_live_pages(structure)
     live = np.zeros(structure.num_pages, dtype=np.uint32)
     full, partial = _trailing(structure)
     table = structure.block_table
@@ -76,6 +115,13 @@ def live_slots(structure: BlockStructure) -> Live:
     rests = structure.token_counts % np.uint64(structure.page_size)
     np.maximum.at(live, table[partial].astype(np.intp), rests[rests != 0].astype(np.uint32))
     return live
+
+
+def _check_live_pages(structure: BlockStructure) -> None:
+    if structure.num_pages > _MAX_LIVE_PAGES:
+        raise LimitExceeded(
+            "too many pages", field="num_pages", offered=structure.num_pages, required=f"<= {_MAX_LIVE_PAGES}"
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,16 +218,16 @@ def runs(pages: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
 
 
 def gather(pool: Any, pages: npt.NDArray[Any], out: Any) -> None:
-    """Copy pages of `pool` to `out`, uint8 [len(pages), page_bytes] and contiguous, in NHD order.
+    """Copy pages of `pool` to `out`, uint8 [len(pages), page_bytes] and contiguous, in NHD order. Both on one GPU, or
+    both on the host; `pages` on the host.
 
     `pool` is uint8 [num_pages, page_bytes], whose pages may lie apart, or words [num_pages, page_size, num_heads,
     head_dim] of any strides. Every id must be below num_pages: out of bounds it is clipped, not refused (a check
     here costs 3x).
     """
     ids = pages.astype(np.intp, copy=False)
-    if not isinstance(pool, np.ndarray):
-        pool = pool.reshape(pool.shape[0], -1).view(np.uint8)
-        array_module(pool).take(pool, array_module(pool).asarray(ids), axis=0, out=out)
+    if is_on_device(pool):
+        _gather_on_device(pool, ids, out)
         return
     if pool.ndim == 4:
         out.view(pool.dtype).reshape(ids.size, *pool.shape[1:])[...] = pool[ids]
@@ -200,8 +246,36 @@ def gather(pool: Any, pages: npt.NDArray[Any], out: Any) -> None:
 
 def scatter(pool: Any, pages: npt.NDArray[Any], data: Any) -> None:
     """Copy `data`, as `gather` gives it, to the named pages of `pool`. Ids must be in bounds and distinct."""
-    ids = array_module(pool).asarray(pages.astype(np.intp, copy=False))
+    ids = pages.astype(np.intp, copy=False)
+    if is_on_device(pool) and pool.ndim == 2:
+        merged = _long_runs(ids, pool.shape[1])
+        for start, page, count in merged:
+            pool[page : page + count] = data[start : start + count]
+        if not merged:
+            kernels.copy_pages(data, None, pool, ids)
+        return
+    if is_on_device(pool):
+        ids = on_device_of(pool, ids)
     pool[ids] = data if pool.ndim == 2 else data.view(pool.dtype).reshape(ids.size, *pool.shape[1:])
+
+
+def _gather_on_device(pool: Any, ids: npt.NDArray[np.intp], out: Any) -> None:
+    if pool.ndim == 4:
+        out.view(pool.dtype).reshape(ids.size, *pool.shape[1:])[...] = pool[on_device_of(pool, ids)]
+        return
+    merged = _long_runs(ids, pool.shape[1])
+    for start, page, count in merged:
+        out[start : start + count] = pool[page : page + count]
+    if not merged:
+        kernels.copy_pages(pool, ids, out, None)
+
+
+def _long_runs(ids: npt.NDArray[np.intp], page_bytes: int) -> list[Any]:
+    """Runs of adjacent pages, where they are long enough that each is worth a copy of its own; else none."""
+    if ids.size == 0 or ids[-1] - ids[0] < 0:
+        return []
+    found = runs(ids)
+    return found.tolist() if len(found) * _RUN_BYTES <= ids.size * page_bytes else []
 
 
 def repack(descriptor: Descriptor, page_pool: Bytes, pages: npt.NDArray[Any]) -> Bytes:
@@ -240,6 +314,9 @@ def dead_ranges(live: Live, page_size: int) -> npt.NDArray[np.int64]:
 def clear_dead(descriptor: Descriptor, page_pool: Any, live: Live, first_page: int = 0) -> None:
     """`scrub` without the count, for a source's own staging: several times faster."""
     pool, part, slot_bits, clear = _dead_bits(descriptor, page_pool, live, first_page)
+    if is_on_device(pool):
+        kernels.scrub(pool, part, page_size=descriptor.page_size, slot_bits=slot_bits, clear=clear, dirty=None)
+        return
     rows = _small_pages(descriptor, pool, slot_bits)
     if rows is not None:
         for pages, words, dead in _partial_rows(rows, part):
@@ -257,12 +334,17 @@ def scrub(descriptor: Descriptor, page_pool: Any, live: Live, first_page: int = 
     """Clear the dead slots of a pool, or of a run of whole pages of it, in place.
 
     `page_pool` is uint8, writable and in one contiguous piece: the whole pool, or whole pages from `first_page` on.
-    `live` is uint32 [num_pages], of all pages. Only dead bits change, bits of a byte that a live slot shares stay.
+    `live` is uint32 [num_pages], of all pages, on the host or the pool's GPU. Only dead bits change, bits of a byte
+    that a live slot shares stay.
     A cleared element is all zero bits, and 0x7F in a float8_e8m0 pool.
 
     Returns the number of dead slots that were not clear.
     """
     pool, part, slot_bits, clear = _dead_bits(descriptor, page_pool, live, first_page)
+    if is_on_device(pool):
+        noted = kernels.DirtySlots(pool, part.size * descriptor.page_size)
+        kernels.scrub(pool, part, page_size=descriptor.page_size, slot_bits=slot_bits, clear=clear, dirty=noted)
+        return noted.total()
     dirty = 0
     rows = _small_pages(descriptor, pool, slot_bits)
     if rows is not None:
@@ -303,11 +385,11 @@ def _small_pages(descriptor: Descriptor, pool: Any, slot_bits: int) -> npt.NDArr
         or slot_bits % 8
         or not 0 < page_bytes <= _SMALL_PAGE_BYTES
         or pool.size < _SMALL_PAGES * page_bytes
-        or not isinstance(pool, np.ndarray)
     ):
         return None
     width = next(width for width in (8, 4, 2, 1) if slot_bytes % width == 0)
-    return pool.view(f"u{width}").reshape(-1, descriptor.page_size, slot_bytes // width)
+    words: npt.NDArray[Any] = pool.view(f"u{width}").reshape(-1, descriptor.page_size, slot_bytes // width)
+    return words
 
 
 def _partial_rows(
@@ -329,7 +411,7 @@ def _word(byte: int, words: npt.NDArray[Any]) -> Any:
 
 def _clear_bytes(region: Any, slots: int, clear: int) -> int:
     # Nearly every range of an honest source is clear already, and to see that much is cheaper than to count slots.
-    if not (region != clear).any() if clear else not array_module(region).count_nonzero(region):
+    if not (region != clear).any() if clear else not np.count_nonzero(region):
         return 0
     dirty = int((region.reshape(slots, -1) != clear).any(axis=1).sum())
     region[...] = clear
@@ -353,6 +435,8 @@ def scrub_parameters(descriptor: Descriptor, buffers: Sequence[Buffer | None], l
     """
     if not isinstance(descriptor.quantization, PerBlockAffine):
         return 0
+    if is_on_device(buffers[-1]):
+        return _scrub_parameters_on_device(descriptor, buffers, live)
     dead = np.arange(descriptor.page_size, dtype=np.uint32) >= live[:, None]
     dirty = np.zeros_like(dead)
     for parameter, array in parameter_arrays(descriptor, buffers):
@@ -362,6 +446,15 @@ def scrub_parameters(descriptor: Descriptor, buffers: Sequence[Buffer | None], l
         dirty |= dead & (words != clear.view(words.dtype))
         slots[dead] = clear
     return int(np.count_nonzero(dirty))
+
+
+def _scrub_parameters_on_device(descriptor: Descriptor, buffers: Sequence[Any], live: Any) -> int:
+    noted = kernels.DirtySlots(buffers[-1], descriptor.num_pages * descriptor.page_size)
+    for parameter, array in parameter_arrays(descriptor, buffers):
+        word = f"u{parameter.dtype.itemsize}"
+        clear = int(neutral(parameter).view(word)[0])
+        kernels.scrub_entries(array.view(word), live, page_size=descriptor.page_size, clear=clear, dirty=noted)
+    return noted.total()
 
 
 # --- compaction of a tensor -----------------------------------------------------------------------------------------

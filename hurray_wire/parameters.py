@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from .descriptor import Descriptor
-from .memory import byte_view
+from .memory import byte_view, is_on_device
 from .quantization import Parameter
 
 Buffer = bytes | bytearray | memoryview | npt.NDArray[Any]
-"""A host buffer: contiguous, any element type, read as bytes."""
+"""A buffer: contiguous, any element type, read as bytes. Arrays may be a GPU's."""
 
 
 def parameter_arrays(
@@ -22,13 +22,15 @@ def parameter_arrays(
     """Each parameter array of a tensor, scales first, as a view of its buffer: one-dimensional, `entries` long.
 
     `buffers` are all of the tensor's, by the format's index; the first three are not read and may be None. Lengths
-    must have been checked (V5). A view is writable where its buffer is.
+    must have been checked (V5). A view is writable where its buffer is. On a GPU bfloat16 is raw words, uint16: the
+    array module there has no such type.
     """
     for parameter in descriptor.parameter_layout():
         buffer = buffers[parameter.buffer_index]
         assert buffer is not None
         data = byte_view(buffer)[parameter.offset : parameter.offset + parameter.size]
-        yield parameter, data.view(parameter.dtype)
+        raw = parameter.dtype.name == "bfloat16" and is_on_device(data)
+        yield parameter, data.view(np.uint16 if raw else parameter.dtype)
 
 
 def neutral(parameter: Parameter) -> npt.NDArray[Any]:

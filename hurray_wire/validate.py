@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from .descriptor import Descriptor
 from .errors import InvalidContents, LimitExceeded, Misuse
-from .memory import byte_view
+from .memory import array_module, byte_view, is_on_device, on_device_of, to_host
 from .packing import E8M0_TAG
 from .parameters import Buffer, parameter_arrays
 from .policy import STRICT, Policy
@@ -189,6 +189,15 @@ def read_structure(
 
     Raises InvalidContents naming rule, index and value; LimitExceeded; Misuse.
     """
+    table, pointers = index_arrays(descriptor, block_table, seq_ptr, policy)
+    structure = copy_structure(descriptor, table, pointers, token_counts)
+    check_structure(structure)
+    return structure
+
+
+def index_arrays(descriptor: Descriptor, block_table: Buffer, seq_ptr: Buffer, policy: Policy = STRICT) -> list[Any]:
+    """block_table and seq_ptr of untrusted buffers, of the host or a GPU, as arrays in the type of the wire: of the
+    declared lengths, within the limits. Raises InvalidContents (V5), LimitExceeded, Misuse for a permissive policy."""
     if policy.permissive:
         raise Misuse("a permissive reading gives no block structure: it may not reach lookup or gather")
     limits = policy.limits
@@ -200,23 +209,32 @@ def read_structure(
             raise LimitExceeded(
                 f"{field} has more entries than the limit", field=field, offered=offered, required=limit
             )
-    table_bytes, ptr_bytes = byte_view(block_table), byte_view(seq_ptr)
-    _check_length(descriptor, 1, table_bytes.size)
-    _check_length(descriptor, 2, ptr_bytes.size)
-    wire: np.dtype[Any] = descriptor.index_dtype
+    arrays = []
+    for number, buffer in ((1, block_table), (2, seq_ptr)):
+        data = byte_view(buffer)
+        _check_length(descriptor, number, data.size)
+        arrays.append(data.view(descriptor.index_dtype))
+    return arrays
+
+
+def copy_structure(
+    descriptor: Descriptor,
+    block_table: npt.NDArray[Any],
+    seq_ptr: npt.NDArray[Any],
+    token_counts: Sequence[int] | npt.NDArray[Any],
+) -> BlockStructure:
+    """A structure of our own of index arrays on the host, its token counts checked (V7, V9), the rest not yet."""
     # The token counts of a whole batch must sum to shape[0] before any of them is compared with its pages.
     counts = as_token_counts(token_counts)
-    structure = BlockStructure(
-        page_size=descriptor.page_size,
-        num_pages=descriptor.num_pages,
-        seq_ptr=ptr_bytes.view(wire).astype(np.uint64),
-        block_table=table_bytes.view(wire).astype(wire.newbyteorder("=")),
-        token_counts=counts,
-    )
     _check_count_number(counts, descriptor.num_seqs)
     _check_count_sum(counts, descriptor.total_tokens)
-    check_structure(structure)
-    return structure
+    return BlockStructure(
+        page_size=descriptor.page_size,
+        num_pages=descriptor.num_pages,
+        seq_ptr=seq_ptr.astype(np.uint64),
+        block_table=block_table.astype(descriptor.index_dtype.newbyteorder("=")),
+        token_counts=counts,
+    )
 
 
 def check_structure(structure: BlockStructure) -> None:
@@ -299,7 +317,7 @@ def check_parameters(
     for entry, array in parameter_arrays(descriptor, buffers):
         if entry.kind == "scale":
             bits: npt.NDArray[Any] = array.view(np.uint32 if array.dtype.itemsize == 4 else np.uint16)
-            exponent = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000}[array.dtype.name]
+            exponent = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000}[entry.dtype.name]
             magnitude = bits & bits.dtype.type((1 << (8 * array.dtype.itemsize - 1)) - 1)
             bad = (magnitude == 0) | (magnitude >= exponent)
             rule, required = "V11", "finite and not zero"
@@ -308,13 +326,13 @@ def check_parameters(
             bad = (array < low) | (array > min(high, (1 << 31) - 1))
             rule, required = "V12", f"{low} to {high}, the range of {descriptor.element_type.name}"
         if bad.any():
-            index = int(np.argmax(bad))
+            index = int(bad.argmax())
             _refuse(
                 rule,
                 f"buffers[{entry.buffer_index}]",
                 f"{entry.kind} {index} is out of range" + _slot_note(descriptor, array.size, index, live),
                 index=index,
-                offered=array[index],
+                offered=to_host(array[index : index + 1]).view(entry.dtype)[0],
                 required=required,
             )
 
@@ -349,7 +367,7 @@ def check_pool(
     element_type = descriptor.element_type
     rest = descriptor.num_pages * descriptor.page_elements % element_type.group_elements
     if rest and pool.size == descriptor.page_pool_bytes:
-        last = int.from_bytes(pool[-element_type.group_bytes :].tobytes(), "little")
+        last = int.from_bytes(to_host(pool[-element_type.group_bytes :]).tobytes(), "little")
         pad = last >> (rest * element_type.bits)
         if pad:
             _refuse("V13", "page_pool", "unused high bits of the last group are set", offered=hex(pad), required=0)
@@ -361,15 +379,18 @@ def _check_e8m0(
     descriptor: Descriptor, pool: npt.NDArray[np.uint8], live: npt.NDArray[np.uint32], first_page: int
 ) -> None:
     slots = pool.reshape(-1, descriptor.page_size, descriptor.page_elements // descriptor.page_size)
+    numbers = array_module(pool).arange(descriptor.page_size)
+    if is_on_device(pool):
+        live = on_device_of(pool, live)
     step = max(1, _CHECK_BYTES // descriptor.page_elements)
     for start in range(0, slots.shape[0], step):
         part = slots[start : start + step]
         # 0x00 and 0xFF are the two ends: one subtraction makes them the two largest.
         bad = ((part - np.uint8(1)) >= 0xFE).any(axis=2)
         page = first_page + start
-        bad &= np.arange(descriptor.page_size) < live[page : page + part.shape[0], None]
+        bad &= numbers < live[page : page + part.shape[0], None]
         if bad.any():
-            found, slot = divmod(int(np.argmax(bad)), descriptor.page_size)
+            found, slot = divmod(int(bad.argmax()), descriptor.page_size)
             _refuse(
                 "V14",
                 "page_pool",

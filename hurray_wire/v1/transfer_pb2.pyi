@@ -17,9 +17,11 @@ class Checksum(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CHECKSUM_UNSPECIFIED: _ClassVar[Checksum]
     CHECKSUM_NONE: _ClassVar[Checksum]
     CHECKSUM_XXH3_64: _ClassVar[Checksum]
+    CHECKSUM_MIX64: _ClassVar[Checksum]
 CHECKSUM_UNSPECIFIED: Checksum
 CHECKSUM_NONE: Checksum
 CHECKSUM_XXH3_64: Checksum
+CHECKSUM_MIX64: Checksum
 
 class Transport(_message.Message):
     __slots__ = ("kind", "address", "settings")
@@ -195,7 +197,7 @@ class TargetMessage(_message.Message):
     def __init__(self, accept: _Optional[_Union[Accept, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
 
 class GetOpen(_message.Message):
-    __slots__ = ("key", "generation", "wait", "consume", "incarnation", "transports", "request_id", "view")
+    __slots__ = ("key", "generation", "wait", "consume", "incarnation", "transports", "request_id", "view", "checksum")
     KEY_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
@@ -204,6 +206,7 @@ class GetOpen(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     key: str
     generation: int
     wait: _duration_pb2.Duration
@@ -212,10 +215,11 @@ class GetOpen(_message.Message):
     transports: _containers.RepeatedScalarFieldContainer[str]
     request_id: str
     view: bool
-    def __init__(self, key: _Optional[str] = ..., generation: _Optional[int] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., consume: _Optional[bool] = ..., incarnation: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ..., view: _Optional[bool] = ...) -> None: ...
+    checksum: Checksum
+    def __init__(self, key: _Optional[str] = ..., generation: _Optional[int] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., consume: _Optional[bool] = ..., incarnation: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ..., view: _Optional[bool] = ..., checksum: _Optional[_Union[Checksum, str]] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("request_id", "key", "lease", "overwrite", "incarnation", "tensors", "token_counts", "transports", "checksum", "chunk_bytes", "annotations", "generation", "view", "checksums")
+    __slots__ = ("request_id", "key", "lease", "overwrite", "incarnation", "tensors", "token_counts", "transports", "checksum", "chunk_bytes", "annotations", "generation", "view", "checksums", "via_host", "staged")
     class AnnotationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -237,6 +241,8 @@ class Offer(_message.Message):
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    VIA_HOST_FIELD_NUMBER: _ClassVar[int]
+    STAGED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     key: str
     lease: _duration_pb2.Duration
@@ -251,7 +257,9 @@ class Offer(_message.Message):
     generation: int
     view: bool
     checksums: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., key: _Optional[str] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., overwrite: _Optional[bool] = ..., incarnation: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorOffer, _Mapping]]] = ..., token_counts: _Optional[_Iterable[int]] = ..., transports: _Optional[_Iterable[str]] = ..., checksum: _Optional[_Union[Checksum, str]] = ..., chunk_bytes: _Optional[int] = ..., annotations: _Optional[_Mapping[str, str]] = ..., generation: _Optional[int] = ..., view: _Optional[bool] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+    via_host: bool
+    staged: bool
+    def __init__(self, request_id: _Optional[str] = ..., key: _Optional[str] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., overwrite: _Optional[bool] = ..., incarnation: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorOffer, _Mapping]]] = ..., token_counts: _Optional[_Iterable[int]] = ..., transports: _Optional[_Iterable[str]] = ..., checksum: _Optional[_Union[Checksum, str]] = ..., chunk_bytes: _Optional[int] = ..., annotations: _Optional[_Mapping[str, str]] = ..., generation: _Optional[int] = ..., view: _Optional[bool] = ..., checksums: _Optional[_Iterable[int]] = ..., via_host: _Optional[bool] = ..., staged: _Optional[bool] = ...) -> None: ...
 
 class TensorOffer(_message.Message):
     __slots__ = ("descriptor", "kv_scale")
@@ -288,7 +296,7 @@ class Stop(_message.Message):
     def __init__(self, error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., sent_chunk_count: _Optional[int] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("request_id", "key", "generation", "expire_time", "wire_bytes", "tensor_count", "logical_page_count", "distinct_page_count", "dead_slot_count", "dirty_dead_slot_count", "verified_chunk_count", "checksum", "transport", "stages", "volatile_memory", "node", "mapped_bytes")
+    __slots__ = ("request_id", "key", "generation", "expire_time", "wire_bytes", "tensor_count", "logical_page_count", "distinct_page_count", "dead_slot_count", "dirty_dead_slot_count", "verified_chunk_count", "checksum", "transport", "stages", "volatile_memory", "node", "mapped_bytes", "staged_bytes", "device_tag")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -306,6 +314,8 @@ class Receipt(_message.Message):
     VOLATILE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     MAPPED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STAGED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_TAG_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     key: str
     generation: int
@@ -323,7 +333,9 @@ class Receipt(_message.Message):
     volatile_memory: bool
     node: str
     mapped_bytes: int
-    def __init__(self, request_id: _Optional[str] = ..., key: _Optional[str] = ..., generation: _Optional[int] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., wire_bytes: _Optional[int] = ..., tensor_count: _Optional[int] = ..., logical_page_count: _Optional[int] = ..., distinct_page_count: _Optional[int] = ..., dead_slot_count: _Optional[int] = ..., dirty_dead_slot_count: _Optional[int] = ..., verified_chunk_count: _Optional[int] = ..., checksum: _Optional[_Union[Checksum, str]] = ..., transport: _Optional[str] = ..., stages: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., volatile_memory: _Optional[bool] = ..., node: _Optional[str] = ..., mapped_bytes: _Optional[int] = ...) -> None: ...
+    staged_bytes: int
+    device_tag: int
+    def __init__(self, request_id: _Optional[str] = ..., key: _Optional[str] = ..., generation: _Optional[int] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., wire_bytes: _Optional[int] = ..., tensor_count: _Optional[int] = ..., logical_page_count: _Optional[int] = ..., distinct_page_count: _Optional[int] = ..., dead_slot_count: _Optional[int] = ..., dirty_dead_slot_count: _Optional[int] = ..., verified_chunk_count: _Optional[int] = ..., checksum: _Optional[_Union[Checksum, str]] = ..., transport: _Optional[str] = ..., stages: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., volatile_memory: _Optional[bool] = ..., node: _Optional[str] = ..., mapped_bytes: _Optional[int] = ..., staged_bytes: _Optional[int] = ..., device_tag: _Optional[int] = ...) -> None: ...
 
 class StageTime(_message.Message):
     __slots__ = ("stage", "duration")
