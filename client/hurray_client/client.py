@@ -193,6 +193,7 @@ class Client:
         generation: int = 0,
         into: Into | None = None,
         block_tables: BlockTables | None = None,
+        require: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
         require_transport: str | None = None,
         on_progress: OnProgress | None = None,
@@ -209,6 +210,9 @@ class Client:
         GeometryMismatch (tensor, field, offered, required) before a byte moves; a failure after pages were written
         names them in `details["cleared_pages"]`, and has cleared them.
 
+        `require`: annotations that the snapshot must have. A difference raises GeometryMismatch naming the first as
+        `field`, with offered and required, before a byte moves.
+
         Raises KeyNotFound, KeyExpired, KeyDeleted, KeyOverwritten and SnapshotLost, and what `put` raises.
         """
         call = Call(timeout_s)
@@ -220,6 +224,7 @@ class Client:
             generation=generation,
             into=into,
             block_tables=block_tables,
+            require=require,
             require_transport=require_transport,
             on_progress=on_progress,
         )
@@ -251,12 +256,19 @@ class Client:
         return PutStream(call, order.prepared, ready, put)
 
     def run_get(
-        self, call: Call, key: str, *, into: Into | None, block_tables: BlockTables | None, **options: Any
+        self,
+        call: Call,
+        key: str,
+        *,
+        into: Into | None = None,
+        block_tables: BlockTables | None = None,
+        require: Mapping[str, str] | None = None,
+        **options: Any,
     ) -> ReceivedSnapshot:
         """`get` as part of a call that somebody else may cancel."""
         with self._running(call):
             destination = _destination(into, block_tables)
-            order = GetOrder(key, str(uuid.uuid4()), destination=destination, **options)
+            order = GetOrder(key, str(uuid.uuid4()), destination=destination, require=dict(require or {}), **options)
             return retrying(call, self._config.retry_s, lambda: get_once(self._node, call, order))
 
     # --- what the node holds ----------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Final, cast
@@ -24,6 +24,7 @@ from hurray_wire.checksum import NONE, Hash
 from hurray_wire.destination import Destination
 from hurray_wire.errors import (
     CapabilityMismatch,
+    GeometryMismatch,
     HurrayError,
     InvalidRequest,
     ProtocolViolation,
@@ -151,6 +152,7 @@ class GetOrder:
     consume: bool = False
     generation: int = 0
     destination: Destination | None = None
+    require: dict[str, str] = field(default_factory=dict)
     require_transport: str | None = None
     on_progress: OnProgress | None = None
 
@@ -354,9 +356,23 @@ def _check_offer(order: GetOrder, opening: pb.GetOpen, offer: pb.Offer) -> Offer
                 "the node offers what was not asked for", field=field_name, offered=offered, required=required
             )
     checked = read_offer(offer, Limits())
+    _check_annotations(offer.annotations, order.require)
     if order.destination is not None:
         order.destination.check(checked.descriptors, checked.token_counts)
     return checked
+
+
+def _check_annotations(offered: Mapping[str, str], required: Mapping[str, str]) -> None:
+    different = [name for name in required if offered.get(name) != required[name]]
+    if different:
+        name = different[0]
+        others = f" (and in {', '.join(different[1:])})" if different[1:] else ""
+        raise GeometryMismatch(
+            f"the snapshot and what is required of it differ in {name}{others}",
+            field=name,
+            offered=offered.get(name, "nothing"),
+            required=required[name],
+        )
 
 
 class _Landing:

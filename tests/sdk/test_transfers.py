@@ -485,3 +485,26 @@ def test_the_receipt_of_another_request_is_nobodys_success(client: ht.Client, mo
             client.put("mine", make_snapshot(), timeout_s=5)
     assert caught.value.field == "request_id" or isinstance(caught.value, ht.OutcomeUnknown)
     client.delete("mine")
+
+
+def test_annotations_that_are_required_and_differ_refuse_before_a_byte_moves(client: ht.Client, transport: str) -> None:
+    snapshot = make_snapshot()
+    client.put("noted", snapshot, annotations={"model": "tiny", "dtype": "float32"})
+    caches = {key: np.full_like(pool, 7) for key, pool in make_caches().items()}
+    with pytest.raises(ht.GeometryMismatch) as caught:
+        client.get(
+            "noted",
+            into=caches,
+            block_tables=tables_of(snapshot),
+            consume=True,
+            require={"model": "tiny", "dtype": "bfloat16", "layout": "NHD"},
+        )
+    assert (caught.value.field, caught.value.details["offered"], caught.value.details["required"]) == (
+        "dtype",
+        "float32",
+        "bfloat16",
+    )
+    assert "layout" in caught.value.message
+    assert all((pool == 7).all() for pool in caches.values())
+    with client.get("noted", require={"model": "tiny"}, consume=True) as got:
+        assert_same_tokens(snapshot, got)

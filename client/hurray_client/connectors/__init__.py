@@ -1,0 +1,1 @@
+"""Connectors: what lets serving engines hand their caches over without code of their own."""

@@ -1,0 +1,75 @@
+"""Two engines, one of which computes prompts and the other goes on from there: the tokens are those of one engine."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+from support.vllm_engines import BLOCK_SIZE, Trio, expected, random_prompts
+
+PROMPTS = int(os.environ.get("VLLM_TEST_PROMPTS", "200"))
+BATCH = 40
+
+
+def many_prompts() -> dict[str, list[int]]:
+    """1 to 400 tokens: every offset in a block, both sides of every block boundary, and random lengths; half of them
+    share a beginning with others, whose end has any offset, too."""
+    source = random.Random(7)
+    edges = [size + offset for size in range(BLOCK_SIZE, 400, BLOCK_SIZE) for offset in (-1, 0, 1)]
+    lengths = [*range(1, 2 * BLOCK_SIZE + 1), *edges]
+    lengths += [source.randrange(1, 401) for _ in range(max(0, PROMPTS + PROMPTS // 10 - len(lengths)))]
+    source.shuffle(lengths)
+    prompts: dict[str, list[int]] = {}
+    for number in range(0, len(lengths), 10):
+        shared = source.randrange(0, 200) if number % 20 else 0
+        prompts |= random_prompts(1000 + number, lengths[number : number + 10], shared=shared)
+    return prompts
+
+
+def decode(trio: Trio, prompts: dict[str, list[int]], handles: dict[str, Any], max_tokens: int = 8) -> dict[str, Any]:
+    return trio.decode.generate(
+        [
+            {"id": name, "prompt": prompt, "kv": handles[name], "max_tokens": max_tokens}
+            for name, prompt in prompts.items()
+        ]
+    )
+
+
+def test_two_hundred_prompts_are_answered_as_by_one_engine(trio: Trio) -> None:
+    before = {engine: engine.state()["free_blocks"] for engine in (trio.prefill, trio.decode)}
+    prompts, wanted = many_prompts(), {}
+    names = list(prompts)
+    compared = 0
+    for start in range(0, len(names), BATCH):
+        batch = {name: prompts[name] for name in names[start : start + BATCH]}
+        wanted = expected(trio.reference, batch)
+        answers = decode(trio, batch, trio.hand_over(batch))
+        for name, tokens in wanted.items():
+            answer = answers[name]
+            assert (answer["finish"], answer["tokens"]) == ("length", tokens), f"{len(batch[name])} tokens"
+            assert answer["computed"] == 1, f"{answer['computed']} of {len(batch[name])} tokens computed again"
+        compared += len(wanted)
+    assert compared >= PROMPTS
+    for engine, free in before.items():
+        state = engine.state()
+        assert (state["free_blocks"], state["requests"], state["forgotten"]) == (free, 0, True)
+
+
+def test_a_beginning_that_the_decode_engine_has_is_not_loaded_again(trio: Trio) -> None:
+    """Positions are explicit: what is loaded goes behind what was there."""
+    first = random_prompts(31, [150], shared=100)
+    others = {f"b{name}": prompt for name, prompt in random_prompts(31, [150, 101, 128, 129, 300], shared=100).items()}
+    assert len(decode(trio, first, trio.hand_over(first))) == 1
+    wanted = expected(trio.reference, others)
+    answers = decode(trio, others, trio.hand_over(others))
+    for name, tokens in wanted.items():
+        assert answers[name]["tokens"] == tokens
+        assert answers[name]["computed"] == 1
+
+
+def test_vllm_reads_what_the_views_show(trio: Trio) -> None:
+    """Keys and values as attention was given them, against the connector's views of vLLM's cache: equal, every slot."""
+    (prompt,) = random_prompts(32, [97]).values()
+    compared = trio.prefill.ask("read_back", prompt=prompt)
+    assert compared == {"layers": 4, "slots": 97, "equal": True}
