@@ -98,15 +98,15 @@ def next_works(client: ht.Client, key: str, value: ht.KVSnapshot) -> None:
         assert_same_tokens(value, got)
 
 
-def balanced(daemon: RunningDaemon) -> bool:
+def balanced(direct: ht.Client) -> bool:
     """Whether the whole arena is free."""
-    arena = daemon.node_state().arena
-    return bool(arena.free_bytes == arena.total_bytes)
+    arena = direct.node().arena
+    return arena.free_bytes == arena.total_bytes
 
 
-def clean(daemon: RunningDaemon, direct: ht.Client) -> None:
+def clean(direct: ht.Client) -> None:
     """Delete all there is: then nothing may be left."""
     for info in direct.list():
         with suppress(ht.KeyExpired):
             direct.delete(info.key)
-    eventually(lambda: balanced(daemon), 15, "the arena is whole")
+    eventually(lambda: balanced(direct), 15, "the arena is whole")

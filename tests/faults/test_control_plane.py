@@ -123,4 +123,4 @@ def test_there_is_one_outcome(daemon: RunningDaemon, fault: str) -> None:
             )
         failed = [f"{name}: {error}" for name, future in running.items() if (error := future.exception())]
         assert not failed, "\n".join(failed)
-        clean(daemon, direct)
+        clean(direct)

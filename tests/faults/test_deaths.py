@@ -77,7 +77,7 @@ def test_clients_die() -> None:
             assert entry["reason"] in ("PEER_UNAVAILABLE", "OUTCOME_UNKNOWN"), entry
         assert not list(bystander.list("cut/"))
         next_works(bystander, "next", value)
-        clean(daemon, bystander)
+        clean(bystander)
 
         survivors = {case: client for case, client in clients.items() if case[0] == "stopped"}
         for client in survivors.values():
@@ -280,4 +280,4 @@ def test_the_node_dies(scene: Scene, harm: Callable[[Node], None], mend: Callabl
     for name, outcome in outcomes.items():
         if name.startswith("put") and keys[name] in held:
             assert outcome.error is None or isinstance(outcome.error, ht.OutcomeUnknown), name
-    clean(node.daemon, direct)
+    clean(direct)

@@ -20,7 +20,7 @@ from contextlib import ExitStack
 import pytest
 
 import hurray_client as ht
-from faults.harness import balanced, clean, next_works, settings, snapshot
+from faults.harness import clean, next_works, settings, snapshot
 from faults.processes import Held, resident_bytes, shared_memory_names
 from faults.remote_client import remote_client
 from sdk.snapshots import assert_same_tokens
@@ -70,7 +70,7 @@ def test_clients_that_come_and_go_leave_nothing_at_the_node(daemon: RunningDaemo
 
     def settled() -> tuple[Held, Held]:
         eventually(lambda: ended_count(daemon) == len(daemon.logged("session opened")), 10, "all sessions are over")
-        eventually(lambda: balanced(daemon), 10, "the arena is whole")
+        eventually(lambda: daemon.node_state().arena.held_bytes == 0, 10, "nothing is held")
         return Held.by(daemon.pid), Held.by(mover)
 
     for number in range(10):
@@ -215,7 +215,7 @@ def test_many_cycles_of_everything_under_load(daemon: RunningDaemon) -> None:
 
         def at_rest() -> tuple[int, Held, int]:
             eventually(lambda: not list(clients[0].list("load/")), 20, "no load is left")
-            clean(daemon, clients[0])
+            clean(clients[0])
             eventually(
                 lambda: ended_count(daemon) + len(clients) >= len(daemon.logged("session opened")), 10, "sessions"
             )

@@ -78,7 +78,7 @@ def test_an_arena_larger_than_shared_memory_has_room_for_works() -> None:
     with running_daemon(prefix=prefix, arena_bytes=64 << 20) as daemon, client_of(daemon, "shm") as client:
         for number in range(8):
             client.put(f"full/{number}", snapshot(number, 4096))
-        clean(daemon, client)
+        clean(client)
 
 
 # --- 11: leases -----------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def test_fifty_snapshots_that_nobody_fetches_are_freed_but_the_one_that_was_rene
         with pytest.raises(ht.KeyExpired):
             client.get("lease/3")
         client.get("lease/17").close()
-        clean(daemon, client)
+        clean(client)
 
 
 # --- 12: very many at once ------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def test_64_threads_that_meet_a_new_node_open_one_connection(daemon: RunningDaem
         list(pool.map(meet, range(64)))
         assert len(daemon.logged("session opened")) == opened + 1
         assert len(list(client.list("meet/"))) == 64
-        clean(daemon, client)
+        clean(client)
 
 
 def test_a_thousand_clients_at_a_node_with_256_descriptors() -> None:
