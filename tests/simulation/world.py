@@ -183,7 +183,8 @@ class World(Workload):
             engine.run(get)
             if get.error is not None:
                 self.fail(f"undisturbed: {get}: {get.error!r}")
-        elif not isinstance(put.error, ArenaFull):
+        elif not isinstance(put.error, ArenaFull) and put.error.details.get("field") != "max_snapshots":
+            # What the storm has left may have leases for longer than the rest took.
             self.fail(f"undisturbed: {put}: {put.error!r}")
         done.append(True)
 
