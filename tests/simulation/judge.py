@@ -71,7 +71,9 @@ _EXPLAINS: dict[type[HurrayError], set[Fault]] = {
     ProtocolViolation: {Fault.SHORT_MESSAGE, Fault.LONG_MESSAGE, *_ROGUE},
     InternalError: {Fault.STAGING_FAILS},
     RequestIdReused: {Fault.RETRY_OTHER},
+    # A stream that was lied to about its last transfer tells the end of that one to the next.
     KeyNotFound: {Fault.ROGUE_TO_CLIENT},
+    OutcomeUnknown: {Fault.ROGUE_TO_CLIENT},
 }
 
 
@@ -220,7 +222,7 @@ class Judge(Payloads):
     def request_id(self) -> str:
         """Of the call whose handler runs."""
         context = self.current_context()
-        return "" if context is None or context.op is None else context.op.request_id
+        return "" if context is None else context.request_id
 
     def check_rest(self, host: NodeHost) -> None:
         node, mover = host.node, self.movers[host.mover_process]

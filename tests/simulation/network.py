@@ -307,6 +307,8 @@ class Context:
         self._call = call
         self.method = call.method
         self._heard: tuple[Any, float] | None = None
+        self.request_id = ""
+        """Of the last offer that was read: a client that was lied to may be about another transfer already."""
         self._handler = handler
         self._kernel = call.kernel
         self._server = server
@@ -346,6 +348,7 @@ class Context:
         message = self._handler.request_deserializer(data)
         if self.method == "Put" and message.source.HasField("offer"):
             self._heard = self.op, self._kernel.now_s
+            self.request_id = message.source.offer.request_id
         return message
 
     async def write(self, message: Any) -> None:
