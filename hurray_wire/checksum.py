@@ -5,7 +5,7 @@ A kind is a function of the bytes alone, wherever they are: in GPU memory `mix64
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -31,7 +31,8 @@ class Hash:
 
     name: str
     number: int
-    compute: Callable[[Any], int]
+    compute: Callable[[Sequence[Any]], int]
+    """Of contiguous buffers, one behind the other."""
 
     @property
     def verifies(self) -> bool:
@@ -39,16 +40,22 @@ class Hash:
         return self.number != NONE.number
 
     def __call__(self, buffer: Any) -> int:
-        """The checksum of a contiguous buffer."""
-        return self.compute(buffer)
+        """The checksum of a contiguous buffer, or of a list of them as if they were one."""
+        return self.compute(buffer if isinstance(buffer, list) else [buffer])
 
 
-def _xxh3_64(buffer: Any) -> int:
-    host: Any = to_host(buffer) if is_on_device(buffer) else buffer
-    return xxhash.xxh3_64_intdigest(host)
+def _xxh3_64(buffers: Sequence[Any]) -> int:
+    if len(buffers) == 1:
+        (buffer,) = buffers
+        host: Any = to_host(buffer) if is_on_device(buffer) else buffer
+        return xxhash.xxh3_64_intdigest(host)
+    state = xxhash.xxh3_64()
+    for buffer in buffers:
+        state.update(buffer)
+    return state.intdigest()
 
 
-def _mix64(buffer: Any) -> int:
+def _mix64(buffers: Sequence[Any]) -> int:
     """Of bytes b[0..n): mix((sum + n) mod 2**64), the sum being that of mix(w[i] + (i + 1) * STEP) over all
     little-endian 64-bit words w of b, the last one filled up with zeros, and mix the finisher of SplitMix64.
 
@@ -56,10 +63,11 @@ def _mix64(buffer: Any) -> int:
     differs is always found, as mix is a bijection; anything else is missed once in 2**64. Nobody is kept from forging
     it, as with xxh3_64.
     """
-    if is_on_device(buffer):
+    if is_on_device(buffers[0]):
+        (buffer,) = buffers
         nbytes, total = buffer.size, kernels.mix64_sum(buffer.reshape(-1))
     else:
-        data = byte_view(buffer)
+        data = np.concatenate([byte_view(buffer) for buffer in buffers]) if len(buffers) > 1 else byte_view(buffers[0])
         nbytes, total = data.size, _mixed_sum(data)
     return _mix(total + nbytes & _MASK)
 

@@ -587,8 +587,13 @@ class DataPlane:
             return
         checksum = 0
 
-        def stage() -> Buffer | Shown:
-            buffer = order.payload.stage(chunk, lambda: self._take_staging(transfer, endpoint, chunk))
+        def take_staging() -> Buffer:
+            return self._take_staging(transfer, endpoint, chunk)
+
+        def stage() -> Buffer | list[memoryview] | Shown:
+            buffer = order.payload.stage_parts(chunk, take_staging) if endpoint.takes_parts else None
+            if buffer is None:
+                buffer = order.payload.stage(chunk, take_staging)
             nonlocal checksum
             checksum = self._checksum(transfer, chunk, buffer)
             return buffer
@@ -606,8 +611,13 @@ class DataPlane:
             self._free_staging(transfer, chunk.index, sent=True)
             self._feed(transfer, s.SendDone(chunk.index, error))
 
-        send = endpoint.send_view if chunk.index == transfer.plan.view_chunk else endpoint.send
-        send(self._tag(transfer, chunk.index), buffer, done)
+        tag = self._tag(transfer, chunk.index)
+        if chunk.index == transfer.plan.view_chunk:
+            endpoint.send_view(tag, buffer, done)
+        elif isinstance(buffer, list):
+            endpoint.send_parts(tag, buffer, done)
+        else:
+            endpoint.send(tag, buffer, done)
 
     def _receive(self, transfer: _Transfer, chunk: Chunk) -> None:
         buffer, error = _outcome(lambda: self._target(transfer).memory(chunk), transfer.number)
@@ -636,7 +646,7 @@ class DataPlane:
         return done
 
     @staticmethod
-    def _checksum(transfer: _Transfer, chunk: Chunk, buffer: Buffer | Shown | View) -> int:
+    def _checksum(transfer: _Transfer, chunk: Chunk, buffer: Buffer | list[memoryview] | Shown | View) -> int:
         """Of a view there is none: nothing crosses that could come out otherwise."""
         return 0 if chunk.index == transfer.plan.view_chunk else transfer.order.hash(buffer)
 

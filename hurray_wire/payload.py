@@ -53,6 +53,9 @@ class SourcePayload(Protocol):
         """The bytes of a chunk, uint8 [chunk.nbytes]: in memory got from `take_staging`, or where they already are if
         all of them may leave as they are. They stay unchanged until the send completes. Of a view: a Shown."""
 
+    def stage_parts(self, chunk: Chunk, take_staging: Callable[[], Bytes]) -> list[memoryview] | None:
+        """As `stage`, in parts that lie apart, for a transport that sends them so. None: it is for `stage`."""
+
     def settling(self) -> None:
         """The transfer has failed and is being drained."""
 
@@ -112,6 +115,11 @@ class SnapshotSource:
             self._fill(segment, staging[segment.chunk_offset : end])
         return staging
 
+    def stage_parts(self, chunk: Chunk, take_staging: Callable[[], Bytes]) -> list[memoryview] | None:
+        """See SourcePayload."""
+        pages = self._pages(chunk.segments[0]) if len(chunk.segments) == 1 else None
+        return None if pages is None else self._prepared.parts(chunk.segments[0].tensor, *pages, take_staging)
+
     def settling(self) -> None:
         """Nothing to do: the pages are the caller's."""
 
@@ -119,15 +127,18 @@ class SnapshotSource:
         """Nothing to do: the pages are the caller's."""
 
     def _direct(self, segment: Segment) -> Any | None:
+        pages = self._pages(segment)
+        run = None if pages is None else self._prepared.direct_run(segment.tensor, *pages)
+        return None if run is None else np.frombuffer(run, np.uint8)
+
+    def _pages(self, segment: Segment) -> tuple[int, int] | None:
+        """First page and count of a segment of whole pages; None for any other."""
         if segment.tensor == INDEX or segment.buffer != 0:
             return None
         page_bytes = self.plan.descriptors[segment.tensor].page_bytes
-        if page_bytes is None:
+        if page_bytes is None or segment.buffer_offset % page_bytes or segment.nbytes % page_bytes:
             return None
-        run = self._prepared.direct_run(
-            segment.tensor, segment.buffer_offset // page_bytes, segment.nbytes // page_bytes
-        )
-        return None if run is None else np.frombuffer(run, np.uint8)
+        return segment.buffer_offset // page_bytes, segment.nbytes // page_bytes
 
     def _fill(self, segment: Segment, out: Bytes) -> None:
         if segment.tensor != INDEX and segment.buffer == 0:
@@ -147,6 +158,10 @@ class StagedSource:
     def stage(self, chunk: Chunk, take_staging: Callable[[], Bytes]) -> Any:  # noqa: ARG002 -- SourcePayload's
         """See SourcePayload."""
         return self.chunks[chunk.index]
+
+    def stage_parts(self, chunk: Chunk, take_staging: Callable[[], Bytes]) -> list[memoryview] | None:  # noqa: ARG002
+        """See SourcePayload: it is in one part."""
+        return None
 
     def settling(self) -> None:
         """Nothing to do: the memory is nobody else's."""
@@ -180,6 +195,10 @@ class ImageSource:
         if chunk.index == self.plan.view_chunk:
             return self._shown
         return self._image[chunk.offset : chunk.offset + chunk.nbytes]
+
+    def stage_parts(self, chunk: Chunk, take_staging: Callable[[], Bytes]) -> list[memoryview] | None:  # noqa: ARG002
+        """See SourcePayload: it is in one part."""
+        return None
 
     def settling(self) -> None:
         """Nothing to do: the image is not written to."""

@@ -7,10 +7,10 @@ that the transfer gives; a run of adjacent pages without any may be sent from wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,9 @@ from .pages import (
 )
 from .snapshot import KVSnapshot, KVTensor
 from .validate import check_parameters, check_pool, takes_any_bytes
+
+PART_MIN_BYTES: Final = 16 << 10
+"""Where parts are shorter than this on average, gathering them costs less than handling each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,19 +171,56 @@ class PreparedSnapshot:
         """
         last = first_page + page_count - 1
         assert 0 <= first_page <= last < self.num_pages
-        pool = self._pool(tensor_index)
+        pool = self._host_pool(tensor_index)
         if (
-            self._gaps[last] != self._gaps[first_page]
+            pool is None
+            or self._gaps[last] != self._gaps[first_page]
             or self._partial[last + 1] != self._partial[first_page]
-            or not isinstance(pool, np.ndarray)
-            or pool.ndim != 2
-            or not pool.flags.c_contiguous
         ):
             return None
         start = int(self.compaction.pages[first_page])
         run = pool[start : start + page_count]
         check_pool(self.tensors[tensor_index].descriptor, run, self.compaction.live, first_page)
         return memoryview(run.reshape(-1)).toreadonly()  # type: ignore[arg-type]
+
+    def parts(
+        self, tensor_index: int, first_page: int, page_count: int, take_staging: Callable[[], Bytes]
+    ) -> list[memoryview] | None:
+        """These compact pages in parts, to be read one behind the other: runs without a dead slot where they lie, as
+        read-only views of the source's own host memory; each other page cleared, in staging memory of page_count *
+        page_bytes.
+
+        None where the parts would be so short that gathering is less work, or where contents have to be validated.
+        """
+        last = first_page + page_count - 1
+        assert 0 <= first_page <= last < self.num_pages
+        pool, page_bytes = self._host_pool(tensor_index), self._page_bytes[tensor_index]
+        if pool is None or not page_bytes or self._is_checked[tensor_index]:
+            return None
+        gap_count = int(self._gaps[last] - self._gaps[first_page])
+        partial_count = int(self._partial[last + 1] - self._partial[first_page])
+        if (gap_count + 2 * partial_count + 1) * PART_MIN_BYTES > page_count * page_bytes:
+            return None
+        ids = self._page_ids[first_page : first_page + page_count]
+        is_partial = self.compaction.live[first_page : first_page + page_count] != self.structure.page_size
+        begins = np.concatenate(([True], (ids[1:] != ids[:-1] + 1) | is_partial[1:] | is_partial[:-1]))
+        starts = np.flatnonzero(begins)
+        offsets = ids[starts] * page_bytes
+        ends = offsets + np.diff(starts, append=page_count) * page_bytes
+        whole = memoryview(pool.reshape(-1)).toreadonly()  # type: ignore[arg-type]
+        parts = [whole[start:end] for start, end in zip(offsets.tolist(), ends.tolist(), strict=True)]
+        if partial_count:
+            staging = take_staging()[: page_count * page_bytes].reshape(page_count, page_bytes)
+            for part in np.flatnonzero(is_partial[starts]).tolist():
+                page = int(starts[part])
+                self.fill(tensor_index, first_page + page, 1, staging[page : page + 1])
+                parts[part] = memoryview(staging[page]).toreadonly()
+        return parts
+
+    def _host_pool(self, tensor_index: int) -> npt.NDArray[np.uint8] | None:
+        """The pool, [num_pages, page_bytes], if its pages are whole bytes that lie in order in host memory."""
+        pool = self._pool(tensor_index)
+        return pool if isinstance(pool, np.ndarray) and pool.ndim == 2 and pool.flags.c_contiguous else None
 
     def _pool(self, tensor_index: int) -> Any:
         return self.snapshot.tensors[tensor_index].page_pool

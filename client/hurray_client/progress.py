@@ -40,6 +40,13 @@ class Counted:
         self._reporter.add(chunk.nbytes)
         return staged
 
+    def stage_parts(self, chunk: Any, take_staging: Any) -> Any:
+        """See SourcePayload."""
+        staged = self._payload.stage_parts(chunk, take_staging)
+        if staged is not None:
+            self._reporter.add(chunk.nbytes)
+        return staged
+
     def arrived(self, chunk: Any) -> None:
         """See TargetPayload."""
         self._payload.arrived(chunk)

@@ -16,7 +16,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar
@@ -126,6 +126,13 @@ def settle(*transports: Transport, quiet_rounds: int = 20) -> None:
 def post_send(endpoint: Endpoint, tag: int, data: Bytes) -> Outcome:
     outcome = Outcome()
     endpoint.send(tag, data, outcome)
+    outcome.allowed = True
+    return outcome
+
+
+def post_parts(endpoint: Endpoint, tag: int, parts: Sequence[memoryview]) -> Outcome:
+    outcome = Outcome()
+    endpoint.send_parts(tag, parts, outcome)
     outcome.allowed = True
     return outcome
 
@@ -267,6 +274,29 @@ class TransportSuite:
         assert all(o.error is None for o in outcomes)
         assert all((buffer == pattern(nbytes, tag)).all() for buffer, tag in landed)
 
+    @pytest.mark.parametrize(
+        "lengths", [[1], [9, 1, 90], [5000, 1, 70_000, 3], [1000] * 1500, [2 << 20, 4096, 3 << 20]]
+    )
+    @pytest.mark.parametrize("missing_bytes", [0, 1, -2500])
+    def test_parts_arrive_as_one_message(self, pair: Pair, lengths: list[int], missing_bytes: int) -> None:
+        if not pair.to_b.takes_parts:
+            pytest.skip("this transport takes no parts")
+        ends = np.cumsum(lengths)
+        data = pattern(int(ends[-1]))
+        expected = data.copy()
+        whole = memoryview(data).toreadonly()  # type: ignore[arg-type]
+        parts = [whole[end - size : end] for size, end in zip(lengths, ends.tolist(), strict=True)]
+        block, buffer = guarded(max(1, data.size - missing_bytes))
+        received, done = post_receive(pair.to_a, 7, buffer), post_parts(pair.to_b, 7, parts)
+        drive([pair.a, pair.b], lambda: done.fired and received.fired)
+        assert done.error is None
+        assert (received.error is None) == (buffer.size == data.size)
+        common = min(buffer.size, data.size)
+        assert (buffer[:common] == expected[:common]).all()
+        assert (data == expected).all()
+        assert_guards(block)
+        self.exchange(pair)
+
     # --- completions ---------------------------------------------------------------------------------------------
 
     def test_a_short_send_completes_without_a_receive(self, pair: Pair) -> None:
@@ -293,6 +323,9 @@ class TransportSuite:
         for index in range(4):
             post_receive(pair.to_a, 300 + index, np.zeros(4 << 20, np.uint8))
         under_way = [post_send(pair.to_b, 300 + i, pattern(4 << 20)) for i in range(4)]
+        if pair.to_b.takes_parts:
+            post_receive(pair.to_a, 310, np.zeros(4 << 20, np.uint8))
+            under_way.append(post_parts(pair.to_b, 310, [memoryview(bytes(1 << 20))] * 4))
         pair.a.progress()
 
         started = time.monotonic()

@@ -11,12 +11,11 @@ Messages match receives of the same connection only: no peer can land in what an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from itertools import islice
-from typing import Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 from hurray_wire.errors import Cancelled, HurrayError, Misuse, PeerUnavailable, ProtocolViolation
 from hurray_wire.transport._socket_channel import Channel
@@ -43,7 +42,7 @@ _NOTHING: Final = memoryview(b"")
 _STAGED_BYTES: Final = 1 << 20
 """Frames of the same connection follow each other in one call up to here; longer bodies go as one."""
 
-_MAX_VIEWS: Final = 64
+_MAX_VIEWS: Final = 256
 """Parts that one call sends; below IOV_MAX (1024)."""
 
 STEP_BYTES: Final = 4 << 20
@@ -51,8 +50,18 @@ STEP_BYTES: Final = 4 << 20
 
 
 @dataclass(eq=False, slots=True)
-class _Operation:
-    """A send or a receive until its completion is due. `view` is None for a receive that drops its message."""
+class _Send:
+    """A send until its completion is due."""
+
+    tag: int
+    views: list[memoryview]
+    nbytes: int
+    done: Completion
+
+
+@dataclass(eq=False, slots=True)
+class _Receive:
+    """A receive until its completion is due. `view` is None for one that drops its message."""
 
     tag: int
     view: memoryview | None
@@ -74,10 +83,20 @@ class _Arrived:
 
 @dataclass(eq=False, slots=True)
 class _Out:
-    """A part of what is being sent; `send` completes with it."""
+    """What is being sent: `views` from number `at` on, `left_bytes` in all; `send` completes with it."""
 
-    view: memoryview
-    send: _Operation | None = None
+    views: list[memoryview]
+    left_bytes: int
+    send: _Send | None = None
+    at: int = 0
+
+    def take(self, count: int) -> None:
+        """The first `count` bytes, fewer than are left, were sent."""
+        self.left_bytes -= count
+        while count >= len(self.views[self.at]):
+            count -= len(self.views[self.at])
+            self.at += 1
+        self.views[self.at] = self.views[self.at][count:]
 
 
 class Flow(Enum):
@@ -104,6 +123,8 @@ class Owner(Protocol):
 class SocketEndpoint(Endpoint):
     """A connection of a socket transport. Made by its `connect`; carries bytes from `bind` on."""
 
+    takes_parts: ClassVar[bool] = True
+
     def __init__(
         self,
         owner: Owner,
@@ -122,19 +143,19 @@ class SocketEndpoint(Endpoint):
         self._eager_max_bytes = eager_max_bytes
         self._channel: Channel | None = None
         self._ended_by: HurrayError | None = None
-        self._operations: dict[_Operation, None] = {}
+        self._operations: dict[_Send | _Receive, None] = {}
 
-        self._outbox: deque[_Operation] = deque()
-        self._announced: dict[int, _Operation] = {}
+        self._outbox: deque[_Send] = deque()
+        self._announced: dict[int, _Send] = {}
         self._next_number = 0
         self._credit = CREDIT_BYTES
         self._control: deque[bytes] = deque()
-        self._cleared: deque[tuple[int, _Operation, int]] = deque()
+        self._cleared: deque[tuple[int, _Send, int]] = deque()
         self._wire: deque[_Out] = deque()
 
-        self._posted: dict[int, _Operation] = {}
+        self._posted: dict[int, _Receive] = {}
         self._arrived: dict[int, deque[_Arrived]] = {}
-        self._landing: dict[int, tuple[_Operation, int, int]] = {}
+        self._landing: dict[int, tuple[_Receive, int, int]] = {}
         self._peer_number = 0
         self._peer_announced = 0
         self._held_cost = 0
@@ -151,25 +172,28 @@ class SocketEndpoint(Endpoint):
         return self._ended_by is None
 
     def send(self, tag: int, buffer: Buffer, done: Completion) -> None:
-        operation = self._start(tag, buffer, done)
-        if operation is not None:
-            self._outbox.append(operation)
+        view = self._view(buffer, done)
+        if view is not None:
+            self.send_parts(tag, [view], done)
+
+    def send_parts(self, tag: int, parts: Sequence[memoryview], done: Completion) -> None:
+        send = _Send(tag, [*parts], sum(map(len, parts)), done)
+        if self._start(send):
+            self._outbox.append(send)
             self._owner.stir(self)
 
     def receive(self, tag: int, buffer: Buffer, done: Completion) -> None:
-        operation = self._start(tag, buffer, done)
-        if operation is not None:
-            self._post(operation)
+        view = self._view(buffer, done)
+        if view is not None:
+            self._post(_Receive(tag, view, done))
 
     def forget(self, tag: int) -> None:
-        operation = self._posted.pop(tag, None)
-        if operation is not None:
-            self._finish(operation, Cancelled("the receive was withdrawn"))
+        receive = self._posted.pop(tag, None)
+        if receive is not None:
+            self._finish(receive, Cancelled("the receive was withdrawn"))
 
     def discard(self, tag: int, done: Completion) -> None:
-        operation = self._start(tag, None, done)
-        if operation is not None:
-            self._post(operation)
+        self._post(_Receive(tag, None, done))
 
     def close(self) -> None:
         self.end(Cancelled("the connection was closed here"), abort=False)
@@ -232,28 +256,36 @@ class SocketEndpoint(Endpoint):
 
     # --- operations -----------------------------------------------------------------------------------------------
 
-    def _start(self, tag: int, buffer: Buffer | None, done: Completion) -> _Operation | None:
-        """The operation, or None where its completion is due already."""
-        operation = _Operation(tag, None, done)
+    def _view(self, buffer: Buffer, done: Completion) -> memoryview | None:
+        """The bytes of a buffer, or None where a socket cannot carry them, which makes the completion due."""
+        try:
+            view = memoryview(buffer)
+        except (TypeError, ValueError, BufferError) as error:
+            misuse = Misuse(f"a socket carries host memory only: {error}", stage="data_plane")
+            self._owner.finish(partial(done, misuse))
+            return None
+        assert view.nbytes == len(view) > 0, "a buffer is uint8 and not empty"
+        return view
+
+    def _start(self, operation: _Send | _Receive) -> bool:
+        """False where its completion is due already."""
         self._operations[operation] = None
         if self._ended_by is not None:
             self._finish(operation, self.gone("the connection is closed"))
-            return None
-        if buffer is not None:
-            try:
-                operation.view = memoryview(buffer)
-            except (TypeError, ValueError, BufferError) as error:
-                self._finish(operation, Misuse(f"a socket carries host memory only: {error}", stage="data_plane"))
-                return None
-            assert operation.view.nbytes == len(operation.view) > 0, "a buffer is uint8 and not empty"
-        return operation
+            return False
+        return True
 
-    def _finish(self, operation: _Operation, error: HurrayError | None = None) -> None:
+    def _finish(self, operation: _Send | _Receive, error: HurrayError | None = None) -> None:
         del self._operations[operation]
-        operation.view = None
+        if isinstance(operation, _Send):
+            operation.views.clear()
+        else:
+            operation.view = None
         self._owner.finish(partial(operation.done, error))
 
-    def _post(self, receive: _Operation) -> None:
+    def _post(self, receive: _Receive) -> None:
+        if not self._start(receive):
+            return
         messages = self._arrived.get(receive.tag)
         if messages is None:
             assert receive.tag not in self._posted, f"tag {receive.tag:#x} has a receive already"
@@ -267,14 +299,14 @@ class SocketEndpoint(Endpoint):
         else:
             self._land_kept(receive, message.payload)
 
-    def _land_kept(self, receive: _Operation, payload: bytearray) -> None:
+    def _land_kept(self, receive: _Receive, payload: bytearray) -> None:
         count = min(len(payload), receive.nbytes)
         if receive.view is not None:
             receive.view[:count] = memoryview(payload)[:count]
         self._take_eager(len(payload))
         self._finish_receive(receive, len(payload))
 
-    def _finish_receive(self, receive: _Operation, sent_bytes: int) -> None:
+    def _finish_receive(self, receive: _Receive, sent_bytes: int) -> None:
         """The last bytes of a message are in memory. Who drops it does not mind its length."""
         error = None
         if receive.view is not None and sent_bytes != receive.nbytes:
@@ -287,7 +319,7 @@ class SocketEndpoint(Endpoint):
             )
         self._finish(receive, error)
 
-    def _clear(self, receive: _Operation, number: int, nbytes: int) -> None:
+    def _clear(self, receive: _Receive, number: int, nbytes: int) -> None:
         """Answer an announcement with what the receive takes of it."""
         taken = min(nbytes, receive.nbytes)
         self._tell(pack(Kind.CLEAR, number, taken))
@@ -330,7 +362,7 @@ class SocketEndpoint(Endpoint):
             self._stage()
             if not self._wire:
                 return sent_bytes > 0, Flow.DONE
-            count = channel.send([out.view for out in islice(self._wire, _MAX_VIEWS)])
+            count = channel.send(self._next_views())
             sent_bytes += count
             self._take_sent(count)
             if channel.blocked:
@@ -339,43 +371,49 @@ class SocketEndpoint(Endpoint):
 
     def _stage(self) -> None:
         """Put frames in the order they go: answers first, then new messages, then bodies that were cleared."""
-        staged_bytes = sum(len(out.view) for out in self._wire)
+        staged_bytes = sum(out.left_bytes for out in self._wire)
         while staged_bytes < _STAGED_BYTES and len(self._wire) < _MAX_VIEWS:
             if self._control:
-                frame = self._control.popleft()
-                self._wire.append(_Out(memoryview(frame)))
-                staged_bytes += len(frame)
+                staged_bytes += self._put([memoryview(self._control.popleft())], HEADER_BYTES)
             elif self._outbox and len(self._announced) < MAX_ANNOUNCED:
                 staged_bytes += self._stage_message(self._outbox.popleft())
             elif self._cleared:
                 number, send, nbytes = self._cleared.popleft()
-                assert send.view is not None
-                self._wire.append(_Out(memoryview(pack(Kind.DATA, number, nbytes))))
-                self._wire.append(_Out(send.view[:nbytes], send))
-                staged_bytes += nbytes
+                head = memoryview(pack(Kind.DATA, number, nbytes))
+                staged_bytes += self._put([head, *_first(send.views, nbytes)], HEADER_BYTES + nbytes, send)
             else:
                 return
 
-    def _stage_message(self, send: _Operation) -> int:
-        assert send.view is not None
+    def _stage_message(self, send: _Send) -> int:
         nbytes = send.nbytes
         if nbytes <= self._eager_max_bytes and eager_cost(nbytes) <= self._credit:
             self._credit -= eager_cost(nbytes)
-            self._wire.append(_Out(memoryview(pack(Kind.EAGER, send.tag, nbytes))))
-            self._wire.append(_Out(send.view, send))
-            return HEADER_BYTES + nbytes
-        self._wire.append(_Out(memoryview(pack(Kind.ANNOUNCE, send.tag, nbytes))))
+            head = memoryview(pack(Kind.EAGER, send.tag, nbytes))
+            return self._put([head, *send.views], HEADER_BYTES + nbytes, send)
         self._announced[self._next_number] = send
         self._next_number += 1
-        return HEADER_BYTES
+        return self._put([memoryview(pack(Kind.ANNOUNCE, send.tag, nbytes))], HEADER_BYTES)
+
+    def _put(self, views: list[memoryview], nbytes: int, send: _Send | None = None) -> int:
+        self._wire.append(_Out(views, nbytes, send))
+        return nbytes
+
+    def _next_views(self) -> list[memoryview]:
+        """What one call sends."""
+        views: list[memoryview] = []
+        for out in self._wire:
+            views += out.views[out.at : out.at + _MAX_VIEWS - len(views)]
+            if len(views) == _MAX_VIEWS:
+                break
+        return views
 
     def _take_sent(self, count: int) -> None:
         while count:
             out = self._wire[0]
-            if count < len(out.view):
-                out.view = out.view[count:]
+            if count < out.left_bytes:
+                out.take(count)
                 return
-            count -= len(out.view)
+            count -= out.left_bytes
             self._wire.popleft()
             if out.send is not None:
                 self._finish(out.send)
@@ -527,3 +565,14 @@ class SocketEndpoint(Endpoint):
         """The next bytes go to `view`, as many more as `sink_bytes` nowhere; then `done`."""
         self._body, self._sink_bytes, self._body_done = view, sink_bytes, done
         self._continue_body()
+
+
+def _first(views: list[memoryview], nbytes: int) -> list[memoryview]:
+    """The first `nbytes` of what lies in these."""
+    taken: list[memoryview] = []
+    for view in views:
+        if nbytes <= len(view):
+            return [*taken, view[:nbytes]]
+        taken.append(view)
+        nbytes -= len(view)
+    return taken

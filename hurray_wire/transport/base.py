@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import select
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -53,6 +53,9 @@ class TransportParameters:
 class Endpoint(ABC):
     """A connection to one peer, made on both sides, kept for as long as the peer lives."""
 
+    takes_parts: ClassVar[bool] = False
+    """Whether there is `send_parts`."""
+
     peer: int
     """Incarnation of the peer (64 bits)."""
 
@@ -69,6 +72,10 @@ class Endpoint(ABC):
     @abstractmethod
     def send(self, tag: int, buffer: Buffer, done: Completion) -> None:
         """Send the whole buffer. Errors, a dead endpoint among them, reach `done`: it never raises."""
+
+    def send_parts(self, tag: int, parts: Sequence[memoryview], done: Completion) -> None:
+        """Send a message whose bytes lie apart, in parts that are not empty, as `send` would send them in one piece."""
+        raise NotImplementedError
 
     @abstractmethod
     def receive(self, tag: int, buffer: Buffer, done: Completion) -> None:

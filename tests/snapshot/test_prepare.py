@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hurray_wire import prepare as preparing
 from hurray_wire.descriptor import decode_descriptor
 from hurray_wire.errors import InvalidContents, Misuse
 from hurray_wire.memory import is_page_aligned
@@ -18,6 +20,7 @@ from hurray_wire.parameters import parameter_arrays
 from hurray_wire.prepare import PreparedSnapshot, prepare
 from hurray_wire.quantization import PerBlockAffine
 from hurray_wire.snapshot import KVSnapshot
+from hurray_wire.validate import takes_any_bytes
 from pages.cases import Tensor, cleared, live_set, slot_elements, snapshots, tables_of
 
 POISON = 0xA5
@@ -140,6 +143,64 @@ def test_runs_that_may_be_sent_directly_equal_what_fill_stages(
         assert bytes(direct) == staged.tobytes()
 
 
+@given(snapshots(whole_bytes=True), st.data())
+def test_parts_equal_what_fill_stages_and_only_live_pages_are_the_engines(
+    made: tuple[KVSnapshot, list[Tensor]], data: st.DataObject
+) -> None:
+    prepared = prepare(made[0])
+    if not prepared.num_pages:
+        return
+    first = data.draw(st.integers(0, prepared.num_pages - 1))
+    count = data.draw(st.integers(1, prepared.num_pages - first))
+    page_bytes = prepared.tensors[0].descriptor.page_bytes or 0
+    staged = np.full((count, page_bytes), POISON, dtype=np.uint8)
+    staging: list[np.ndarray] = []
+
+    def take_staging() -> np.ndarray:
+        staging.append(np.full(count * page_bytes + 1, POISON, dtype=np.uint8))
+        return staging[-1]
+
+    prepared.fill(0, first, count, staged)
+    with patch.object(preparing, "PART_MIN_BYTES", 0):
+        parts = prepared.parts(0, first, count, take_staging)
+
+    if parts is None:
+        assert not takes_any_bytes(prepared.tensors[0].descriptor)
+        return
+    pool = made[0].tensors[0].page_pool
+    live = prepared.compaction.live[first : first + count]
+    is_full = (live == prepared.structure.page_size).tolist()
+    own = [np.shares_memory(np.frombuffer(part, np.uint8), pool) for part in parts]
+    assert all(part.readonly for part in parts)
+    assert b"".join(parts) == staged.tobytes()
+    assert [flag for part, flag in zip(parts, own, strict=True) for _ in range(len(part) // page_bytes)] == is_full
+    assert len(staging) == (not all(is_full))
+    first_pages = np.cumsum([0, *(len(part) // page_bytes for part in parts)])[1:-1]
+    ids = prepared.compaction.pages[first : first + count]
+    joined = [at for at in first_pages.tolist() if is_full[at - 1] and is_full[at] and ids[at] == ids[at - 1] + 1]
+    assert not joined, "a run was cut"
+
+
+@pytest.mark.parametrize(
+    ("table", "token_count", "dim", "count"),
+    [
+        ([6, 2, 4], 12, 1024, 3),
+        ([6, 2, 4], 12, 1023, None),
+        ([2, 3, 4], 12, 8, None),
+        ([2, 3, 4], 12, 342, 1),
+        ([2, 3, 4], 9, 1024, 2),
+        ([6, 2, 4], 9, 1024, None),
+    ],
+)
+def test_parts_that_would_be_short_are_gathered(
+    table: list[int], token_count: int, dim: int, count: int | None
+) -> None:
+    pool = np.ones((8, 4, 2, dim), dtype=np.float16)
+    snapshot = KVSnapshot.from_paged({(0, "fused"): pool}, block_tables=[table], token_counts=[token_count])
+    parts = prepare(snapshot).parts(0, 0, 3, lambda: np.empty(3 * 16 * dim, np.uint8))
+    assert (parts and len(parts)) == count
+
+
 # --- an engine's pools ----------------------------------------------------------------------------------------------
 
 PAGE = (4, 2, 8)
@@ -178,6 +239,8 @@ def test_pages_leave_in_nhd_order(layout: str) -> None:
 
     assert np.array_equal(out, engine()[[6, 2, 3]])
     assert (prepared.direct_run(0, 1, 2) is None) == (layout == "HND")
+    with patch.object(preparing, "PART_MIN_BYTES", 0):
+        assert (prepared.parts(0, 0, 3, lambda: out.view(np.uint8)) is None) == (layout == "HND")
 
 
 def test_pages_that_no_sequence_names_never_leave() -> None:
@@ -280,3 +343,5 @@ def test_a_closed_snapshot_is_read_no_more() -> None:
         prepared.fill(0, 0, 1, np.empty(128, np.uint8))
     with pytest.raises(Misuse):
         prepared.direct_run(0, 0, 1)
+    with pytest.raises(Misuse):
+        prepared.parts(0, 0, 1, lambda: np.empty(128, np.uint8))

@@ -26,6 +26,7 @@ from hurray_wire.testing.transport_suite import (
     all_fired,
     drive,
     pattern,
+    post_parts,
     post_receive,
     post_send,
     settle,
@@ -253,10 +254,12 @@ def test_fifty_connections_leave_nothing_behind(make):
 def test_a_completed_operation_holds_on_to_no_memory(make):
     pair = Pair(make(LISTENS), make(DIALS))
     for nbytes in (1000, LONG):
-        maps = [mmap.mmap(-1, nbytes) for _ in range(2)]
+        maps = [mmap.mmap(-1, nbytes) for _ in range(4)]
         outcomes = [
             post_send(pair.to_b, nbytes, np.frombuffer(maps[0], np.uint8)),
             post_receive(pair.to_a, nbytes, np.frombuffer(maps[1], np.uint8)),
+            post_receive(pair.to_a, nbytes + 1, np.frombuffer(maps[2], np.uint8)),
+            post_parts(pair.to_b, nbytes + 1, [memoryview(maps[3])[:700], memoryview(maps[3])[700:]]),
         ]
         drive([pair.a, pair.b], lambda outcomes=outcomes: all_fired(outcomes))
         for memory in maps:
