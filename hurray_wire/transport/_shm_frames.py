@@ -23,11 +23,11 @@ from typing import Final
 
 from hurray_wire.errors import ProtocolViolation
 
-PROTOCOL: Final = "1"
+PROTOCOL: Final = "2"
 """Version of the frames, the handshake and the limits below."""
 
-EAGER_MAX_BYTES: Final = 8191
-"""Longest message that travels in the socket and completes without the receiver."""
+EAGER_MAX_BYTES: Final = 64 << 10
+"""Longest message that travels in the socket and completes without the receiver: all chunks of a small snapshot."""
 
 EAGER_CREDIT_BYTES: Final = 1 << 20
 """How much of a sender's eager messages may be untaken, counted with `eager_cost`. Beyond it they are announced."""

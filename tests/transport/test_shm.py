@@ -33,6 +33,7 @@ from hurray_wire.testing.transport_suite import (
     settle,
 )
 from hurray_wire.transport import _shm_outgoing
+from hurray_wire.transport._shm_frames import EAGER_MAX_BYTES
 from hurray_wire.transport._shm_ring import Ranges
 from hurray_wire.transport._sockets import open_descriptors
 from hurray_wire.transport.base import TransportParameters
@@ -101,7 +102,7 @@ def test_what_is_staged_arrives_and_frees_its_place(pair):
 
 
 def test_a_part_of_what_was_staged_can_be_sent(pair):
-    for nbytes in (1, 8191, 8192, 100_001):
+    for nbytes in (1, EAGER_MAX_BYTES, EAGER_MAX_BYTES + 1, 100_001):
         staging = pair.to_b.take_staging(200_000)[:nbytes]
         staging[:] = pattern(nbytes)
         buffer = np.zeros(nbytes, np.uint8)
@@ -123,8 +124,8 @@ def test_staging_runs_out_and_comes_back(pair):
 
 
 def test_short_messages_need_no_staging(pair):
-    assert pair.to_b.take_staging(8191) is None
-    assert pair.to_b.take_staging(8192) is not None
+    assert pair.to_b.take_staging(EAGER_MAX_BYTES) is None
+    assert pair.to_b.take_staging(EAGER_MAX_BYTES + 1) is not None
 
 
 def test_staged_messages_that_nobody_takes_hold_up_no_other(pair):
