@@ -254,7 +254,7 @@ class DataPlane:
 
     def wake(self) -> None:
         """Have the commands carried out that it may not have heard of."""
-        if self._asleep:
+        if self._commands and self._asleep:
             with self._wake_lock:
                 if self._wake_fd >= 0:
                     os.eventfd_write(self._wake_fd, 1)
@@ -271,9 +271,11 @@ class DataPlane:
         """The first `ready_tensors` tensors of a source may be sent; fewer than before changes nothing."""
         self._submit(lambda: self._announce(number, ready_tensors))
 
-    def post(self, number: int, event: s.Event) -> None:
-        """Feed an event to a transfer; one that is over ignores it."""
-        self._submit(lambda: self._post(number, event))
+    def post(self, number: int, event: s.Event, *, soon: bool = True) -> None:
+        """Feed an event to a transfer; one that is over ignores it. `soon`: see begin_source."""
+        self._commands.append(lambda: self._post(number, event))
+        if soon:
+            self.wake()
 
     # --- the thread -----------------------------------------------------------------------------------------------
 
@@ -429,10 +431,10 @@ class DataPlane:
         self._begin(_Transfer(number, order, machine, None, "", 0.0, 0.0))
 
     def _begin_target(self, number: int, order: TargetOrder) -> None:
-        plan = order.payload.plan
-        machine = s.TargetSession(
-            len(plan.chunks), plan.index_chunk_count, order.window, checksummed=order.hash.verifies
-        )
+        chunk_counts = order.chunk_counts
+        if chunk_counts is None:
+            chunk_counts = len(order.payload.plan.chunks), order.payload.plan.index_chunk_count
+        machine = s.TargetSession(*chunk_counts, order.window, checksummed=order.hash.verifies)
         transfer = _Transfer(number, order, machine, number, order.transport, 0.0, 0.0)
         if self._begin(transfer):
             self._carry_out_all(transfer, machine.start())
@@ -513,7 +515,7 @@ class DataPlane:
             case s.SendChunk(chunk):
                 self._send(transfer, transfer.plan.chunks[chunk])
             case s.PostReceive(chunk):
-                self._receive(transfer, transfer.plan.chunks[chunk])
+                self._receive(transfer, chunk)
             case s.Forget(chunk):
                 self._forget(transfer, chunk)
             case s.Discard(chunk):
@@ -619,15 +621,15 @@ class DataPlane:
         else:
             endpoint.send(tag, buffer, done)
 
-    def _receive(self, transfer: _Transfer, chunk: Chunk) -> None:
-        buffer, error = _outcome(lambda: self._target(transfer).memory(chunk), transfer.number)
+    def _receive(self, transfer: _Transfer, chunk: int) -> None:
+        buffer, error = _outcome(lambda: self._target(transfer).memory(transfer.plan.chunks[chunk]), transfer.number)
         endpoint = transfer.endpoint
         if error is not None or endpoint is None:
-            self._feed(transfer, s.ReceiveDone(chunk.index, error or _gone(transfer)))
+            self._feed(transfer, s.ReceiveDone(chunk, error or _gone(transfer)))
             return
-        done = self._receive_done(transfer, chunk.index, buffer)
-        receive = endpoint.receive_view if chunk.index == transfer.plan.view_chunk else endpoint.receive
-        receive(self._tag(transfer, chunk.index), buffer, done)
+        done = self._receive_done(transfer, chunk, buffer)
+        receive = endpoint.receive_view if chunk == transfer.plan.view_chunk else endpoint.receive
+        receive(self._tag(transfer, chunk), buffer, done)
 
     def _receive_done(
         self, transfer: _Transfer, chunk: int, buffer: Buffer | View | None

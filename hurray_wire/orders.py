@@ -63,3 +63,5 @@ class TargetOrder:
     budget_s: float
     window: int
     listener: Listener
+    chunk_counts: tuple[int, int] | None = None
+    """Of all chunks, and of those of the index, where the payload's plan is to be looked at as late as possible."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -66,7 +65,9 @@ class SourcePayload(Protocol):
 class TargetPayload(Protocol):
     """The end that takes chunks. Nothing of it is visible to anyone before the transfer commits."""
 
-    plan: ImagePlan
+    @property
+    def plan(self) -> ImagePlan:
+        """What it takes."""
 
     def reserve(self) -> None:
         """Take the memory. Raises ArenaFull."""
@@ -149,14 +150,18 @@ class SnapshotSource:
 
 
 class StagedSource:
-    """Source payload of a small snapshot that is staged as a whole, at once: `chunks` are its bytes."""
+    """Source payload of a small snapshot that is copied as a whole, at once: `chunks` are its bytes. From then on
+    nothing refers to the memory that they came from."""
 
     def __init__(self, payload: SourcePayload) -> None:
         self.plan = payload.plan
-        self.chunks = [payload.stage(chunk, partial(_bytes, chunk.nbytes)) for chunk in self.plan.chunks]
+        self.chunks = [_copied(payload, chunk) for chunk in self.plan.chunks]
+        self.all_staged = False
+        """Whether the last chunk was staged, which is sent next: any thread may ask."""
 
     def stage(self, chunk: Chunk, take_staging: Callable[[], Bytes]) -> Any:  # noqa: ARG002 -- SourcePayload's
         """See SourcePayload."""
+        self.all_staged = chunk.index + 1 == len(self.chunks)
         return self.chunks[chunk.index]
 
     def stage_parts(self, chunk: Chunk, take_staging: Callable[[], Bytes]) -> list[memoryview] | None:  # noqa: ARG002
@@ -170,8 +175,12 @@ class StagedSource:
         """Nothing to do: it is freed with its last reference."""
 
 
-def _bytes(nbytes: int) -> Bytes:
-    return np.empty(nbytes, dtype=np.uint8)
+def _copied(payload: SourcePayload, chunk: Chunk) -> Bytes:
+    memory = np.empty(chunk.nbytes, dtype=np.uint8)
+    staged = payload.stage(chunk, lambda: memory)
+    if not np.may_share_memory(staged, memory):
+        memory[:] = staged
+    return memory
 
 
 class ImageSource:
@@ -227,17 +236,28 @@ class ImageTarget:
     """Target payload that keeps the snapshot as an image: pools are scrubbed chunk by chunk as they arrive."""
 
     def __init__(
-        self, plan: ImagePlan, token_counts: Sequence[int] | Counts, memory: ImageMemory, policy: Policy = STRICT
+        self,
+        plan: ImagePlan | None,
+        token_counts: Sequence[int] | Counts,
+        memory: ImageMemory,
+        policy: Policy = STRICT,
     ) -> None:
-        self.plan = plan
+        """`plan` None: see LateImageTarget."""
         self.structure: BlockStructure | None = None
         self.image: Bytes | None = None
+        self._plan = plan
         self._token_counts = token_counts
         self._memory = memory
         self._policy = policy
         self._live: npt.NDArray[np.uint32] | None = None
         self._has_dead = True
         self._dirty = 0
+
+    @property
+    def plan(self) -> ImagePlan:
+        """See TargetPayload."""
+        assert self._plan is not None
+        return self._plan
 
     def reserve(self) -> None:
         """See TargetPayload."""
@@ -310,6 +330,28 @@ class ImageTarget:
             self.image[end : run.first.offset] = 0
             end = run.first.offset + run.count * run.first.nbytes
         self.image[end:] = 0
+
+
+class LateImageTarget(ImageTarget):
+    """An image target that reads the offer when it is asked for its plan, which is after the source was told to begin:
+    until then the size of the image is enough. For offers that somebody else has checked."""
+
+    def __init__(self, image_bytes: int, read: Callable[[], tuple[ImagePlan, Counts]], memory: ImageMemory) -> None:
+        super().__init__(None, (), memory)
+        self._image_bytes = image_bytes
+        self._read = read
+
+    @property
+    def plan(self) -> ImagePlan:
+        """See TargetPayload."""
+        if self._plan is None:
+            self._plan, self._token_counts = self._read()
+            assert self._plan.image_bytes == self._image_bytes
+        return self._plan
+
+    def reserve(self) -> None:
+        """See TargetPayload."""
+        self.image = self._memory.reserve(self._image_bytes)
 
 
 class OwnMemory:

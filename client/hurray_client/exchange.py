@@ -80,6 +80,14 @@ class Exchange:
         """Feed the machine."""
         self.plane.post(self.number, event)
 
+    def conclude(self, event: s.ReceiptReceived) -> None:
+        """Feed the machine its receipt, and do not wait for its end: all was sent, and no memory of the caller's is in
+        use."""
+        self.plane.post(self.number, event, soon=False)
+        if self._ended is None:
+            self._ended = Ended(None, event.receipt, ())
+            self._bell.put(None)
+
     def cancel(self) -> None:
         """The caller gives up."""
         self.post(s.Failed(Cancelled("the call was cancelled")))
@@ -128,6 +136,7 @@ class Exchange:
         finally:
             self._left = True
             self._keep_stream()
+            self.plane.wake()
 
     def refuse(self, message: Any) -> None:
         """Before the machine has begun: tell the node why not, and wait until the node is done with it."""

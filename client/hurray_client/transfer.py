@@ -235,7 +235,10 @@ def put_once(node: Node, call: Call, order: PutOrder) -> Receipt:
                 offered=message.receipt.request_id[:64],
                 required=order.request_id,
             )
-        exchange.post(message)
+        if isinstance(message, s.ReceiptReceived) and isinstance(payload, StagedSource) and payload.all_staged:
+            exchange.conclude(message)
+        else:
+            exchange.post(message)
 
     def encode(output: Output) -> pb.PutRequest:
         return pb.PutRequest(source=to_source_message(output))

@@ -188,7 +188,7 @@ class TransportSuite:
 
     # --- bytes ---------------------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("nbytes", [1, 63, 64, 65, 4096, 8191, 8192, 8193, 1 << 16, 1 << 20, (4 << 20) + 1, 16 << 20])
+    @pytest.mark.parametrize("nbytes", [1, 63, 64, 65, 4096, 8191, 8192, 1 << 16, 1 << 20, (4 << 20) + 1, 16 << 20])
     @pytest.mark.parametrize("receive_first", [True, False])
     def test_every_byte_arrives_and_no_other_is_touched(self, pair: Pair, nbytes: int, receive_first: bool) -> None:
         data = pattern(nbytes)

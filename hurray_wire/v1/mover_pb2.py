@@ -26,7 +26,7 @@ from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from hurray_wire.v1 import transfer_pb2 as hurray__wire_dot_v1_dot_transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ahurray_wire/v1/mover.proto\x12\x0ehurray_wire.v1\x1a\x17google/rpc/status.proto\x1a\x1dhurray_wire/v1/transfer.proto\"\xff\x02\n\x0cMoverCommand\x12-\n\topen_peer\x18\x01 \x01(\x0b\x32\x18.hurray_wire.v1.OpenPeerH\x00\x12/\n\nclose_peer\x18\x02 \x01(\x0b\x32\x19.hurray_wire.v1.ClosePeerH\x00\x12\x33\n\x0c\x62\x65gin_target\x18\x03 \x01(\x0b\x32\x1b.hurray_wire.v1.BeginTargetH\x00\x12\x33\n\x0c\x62\x65gin_source\x18\x04 \x01(\x0b\x32\x1b.hurray_wire.v1.BeginSourceH\x00\x12.\n\x05input\x18\x05 \x01(\x0b\x32\x1d.hurray_wire.v1.TransferInputH\x00\x12\x35\n\rfree_snapshot\x18\x06 \x01(\x0b\x32\x1c.hurray_wire.v1.FreeSnapshotH\x00\x12\x33\n\x0creport_usage\x18\x07 \x01(\x0b\x32\x1b.hurray_wire.v1.ReportUsageH\x00\x42\t\n\x07\x63ommand\"\xef\x02\n\x0bMoverReport\x12/\n\x07started\x18\x01 \x01(\x0b\x32\x1c.hurray_wire.v1.MoverStartedH\x00\x12\x31\n\x0bpeer_opened\x18\x02 \x01(\x0b\x32\x1a.hurray_wire.v1.PeerOpenedH\x00\x12\x31\n\x0bpeer_closed\x18\x03 \x01(\x0b\x32\x1a.hurray_wire.v1.PeerClosedH\x00\x12-\n\tpeer_lost\x18\x04 \x01(\x0b\x32\x18.hurray_wire.v1.PeerLostH\x00\x12\x30\n\x06output\x18\x05 \x01(\x0b\x32\x1e.hurray_wire.v1.TransferOutputH\x00\x12+\n\x05usage\x18\x06 \x01(\x0b\x32\x1a.hurray_wire.v1.MoverUsageH\x00\x12\x31\n\x0breader_gone\x18\x07 \x01(\x0b\x32\x1a.hurray_wire.v1.ReaderGoneH\x00\x42\x08\n\x06report\"G\n\x08OpenPeer\x12\x0c\n\x04peer\x18\x01 \x01(\x06\x12-\n\ntransports\x18\x02 \x03(\x0b\x32\x19.hurray_wire.v1.Transport\"(\n\tClosePeer\x12\x0c\n\x04peer\x18\x01 \x01(\x06\x12\r\n\x05\x61\x62ort\x18\x02 \x01(\x08\"\x98\x01\n\x0b\x42\x65ginTarget\x12\x10\n\x08transfer\x18\x01 \x01(\x04\x12\x0c\n\x04peer\x18\x02 \x01(\x06\x12$\n\x05offer\x18\x03 \x01(\x0b\x32\x15.hurray_wire.v1.Offer\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x0e\n\x06window\x18\x05 \x01(\r\x12\x10\n\x08\x62udget_s\x18\x06 \x01(\x01\x12\x0e\n\x06tenant\x18\x07 \x01(\x04\"w\n\x0b\x42\x65ginSource\x12\x10\n\x08transfer\x18\x01 \x01(\x04\x12\x0c\n\x04peer\x18\x02 \x01(\x06\x12\x10\n\x08snapshot\x18\x03 \x01(\x04\x12$\n\x05offer\x18\x04 \x01(\x0b\x32\x15.hurray_wire.v1.Offer\x12\x10\n\x08\x62udget_s\x18\x05 \x01(\x01\"\x95\x02\n\rTransferInput\x12\x10\n\x08transfer\x18\x01 \x01(\x04\x12/\n\x06source\x18\x02 \x01(\x0b\x32\x1d.hurray_wire.v1.SourceMessageH\x00\x12/\n\x06target\x18\x03 \x01(\x0b\x32\x1d.hurray_wire.v1.TargetMessageH\x00\x12\x31\n\x0bstream_lost\x18\x04 \x01(\x0b\x32\x1a.hurray_wire.v1.StreamLostH\x00\x12.\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x1c.hurray_wire.v1.CommitResultH\x00\x12$\n\x06\x63\x61ncel\x18\x06 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\x07\n\x05input\"\x0c\n\nStreamLost\"1\n\x0c\x43ommitResult\x12!\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x12.google.rpc.Status\"\xec\x01\n\x0eTransferOutput\x12\x10\n\x08transfer\x18\x01 \x01(\x04\x12/\n\x06source\x18\x02 \x01(\x0b\x32\x1d.hurray_wire.v1.SourceMessageH\x00\x12/\n\x06target\x18\x03 \x01(\x0b\x32\x1d.hurray_wire.v1.TargetMessageH\x00\x12,\n\x08prepared\x18\x04 \x01(\x0b\x32\x18.hurray_wire.v1.PreparedH\x00\x12.\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x1d.hurray_wire.v1.TransferEndedH\x00\x42\x08\n\x06output\"F\n\x08Prepared\x12(\n\x07receipt\x18\x01 \x01(\x0b\x32\x17.hurray_wire.v1.Receipt\x12\x10\n\x08viewable\x18\x02 \x01(\x08\"a\n\rTransferEnded\x12!\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x12.google.rpc.Status\x12-\n\x06source\x18\x02 \x01(\x0b\x32\x1d.hurray_wire.v1.SourceSummary\"d\n\rSourceSummary\x12\x12\n\nwire_bytes\x18\x01 \x01(\x04\x12\x14\n\x0cmapped_bytes\x18\x02 \x01(\x04\x12)\n\x06stages\x18\x03 \x03(\x0b\x32\x19.hurray_wire.v1.StageTime\"\x1e\n\nReaderGone\x12\x10\n\x08transfer\x18\x01 \x01(\x04\" \n\x0c\x46reeSnapshot\x12\x10\n\x08snapshot\x18\x01 \x01(\x04\"\r\n\x0bReportUsage\"\x9a\x02\n\x0cMoverStarted\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12-\n\ntransports\x18\x02 \x03(\x0b\x32\x19.hurray_wire.v1.Transport\x12)\n\x05\x61rena\x18\x03 \x01(\x0b\x32\x1a.hurray_wire.v1.ArenaUsage\x12\x0b\n\x03ucx\x18\x04 \x01(\t\x12!\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x12.google.rpc.Status\x12;\n\x08left_out\x18\x06 \x03(\x0b\x32).hurray_wire.v1.MoverStarted.LeftOutEntry\x1a.\n\x0cLeftOutEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"Q\n\nPeerOpened\x12\x0c\n\x04peer\x18\x01 \x01(\x06\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12\x12\n\ntransports\x18\x03 \x03(\t\"\x1a\n\nPeerClosed\x12\x0c\n\x04peer\x18\x01 \x01(\x06\";\n\x08PeerLost\x12\x0c\n\x04peer\x18\x01 \x01(\x06\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\"~\n\nMoverUsage\x12)\n\x05\x61rena\x18\x01 \x01(\x0b\x32\x1a.hurray_wire.v1.ArenaUsage\x12\x19\n\x11unknown_tag_count\x18\x02 \x01(\x04\x12\x12\n\npeer_count\x18\x03 \x01(\r\x12\x16\n\x0etransfer_count\x18\x04 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ahurray_wire/v1/mover.proto\x12\x0ehurray_wire.v1\x1a\x17google/rpc/status.proto\x1a\x1dhurray_wire/v1/transfer.proto\"\xff\x02\n\x0cMoverCommand\x12-\n\topen_peer\x18\x01 \x01(\x0b\x32\x18.hurray_wire.v1.OpenPeerH\x00\x12/\n\nclose_peer\x18\x02 \x01(\x0b\x32\x19.hurray_wire.v1.ClosePeerH\x00\x12\x33\n\x0c\x62\x65gin_target\x18\x03 \x01(\x0b\x32\x1b.hurray_wire.v1.BeginTargetH\x00\x12\x33\n\x0c\x62\x65gin_source\x18\x04 \x01(\x0b\x32\x1b.hurray_wire.v1.BeginSourceH\x00\x12.\n\x05input\x18\x05 \x01(\x0b\x32\x1d.hurray_wire.v1.TransferInputH\x00\x12\x35\n\rfree_snapshot\x18\x06 \x01(\x0b\x32\x1c.hurray_wire.v1.FreeSnapshotH\x00\x12\x33\n\x0creport_usage\x18\x07 \x01(\x0b\x32\x1b.hurray_wire.v1.ReportUsageH\x00\x42\t\n\x07\x63ommand\"\xef\x02\n\x0bMoverReport\x12/\n\x07started\x18\x01 \x01(\x0b\x32\x1c.hurray_wire.v1.MoverStartedH\x00\x12\x31\n\x0bpeer_opened\x18\x02 \x01(\x0b\x32\x1a.hurray_wire.v1.PeerOpenedH\x00\x12\x31\n\x0bpeer_closed\x18\x03 \x01(\x0b\x32\x1a.hurray_wire.v1.PeerClosedH\x00\x12-\n\tpeer_lost\x18\x04 \x01(\x0b\x32\x18.hurray_wire.v1.PeerLostH\x00\x12\x30\n\x06output\x18\x05 \x01(\x0b\x32\x1e.hurray_wire.v1.TransferOutputH\x00\x12+\n\x05usage\x18\x06 \x01(\x0b\x32\x1a.hurray_wire.v1.MoverUsageH\x00\x12\x31\n\x0breader_gone\x18\x07 \x01(\x0b\x32\x1a.hurray_wire.v1.ReaderGoneH\x00\x42\x08\n\x06report\"G\n\x08OpenPeer\x12\x0c\n\x04peer\x18\x01 \x01(\x06\x12-\n\ntransports\x18\x02 \x03(\x0b\x32\x19.hurray_wire.v1.Transport\"(\n\tClosePeer\x12\x0c\n\x04peer\x18\x01 \x01(\x06\x12\r\n\x05\x61\x62ort\x18\x02 \x01(\x08\"\xdd\x01\n\x0b\x42\x65ginTarget\x12\x10\n\x08transfer\x18\x01 \x01(\x04\x12\x0c\n\x04peer\x18\x02 \x01(\x06\x12$\n\x05offer\x18\x03 \x01(\x0b\x32\x15.hurray_wire.v1.Offer\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x0e\n\x06window\x18\x05 \x01(\r\x12\x10\n\x08\x62udget_s\x18\x06 \x01(\x01\x12\x0e\n\x06tenant\x18\x07 \x01(\x04\x12\x13\n\x0bimage_bytes\x18\x08 \x01(\x04\x12\x13\n\x0b\x63hunk_count\x18\t \x01(\r\x12\x19\n\x11index_chunk_count\x18\n \x01(\r\"w\n\x0b\x42\x65ginSource\x12\x10\n\x08transfer\x18\x01 \x01(\x04\x12\x0c\n\x04peer\x18\x02 \x01(\x06\x12\x10\n\x08snapshot\x18\x03 \x01(\x04\x12$\n\x05offer\x18\x04 \x01(\x0b\x32\x15.hurray_wire.v1.Offer\x12\x10\n\x08\x62udget_s\x18\x05 \x01(\x01\"\x95\x02\n\rTransferInput\x12\x10\n\x08transfer\x18\x01 \x01(\x04\x12/\n\x06source\x18\x02 \x01(\x0b\x32\x1d.hurray_wire.v1.SourceMessageH\x00\x12/\n\x06target\x18\x03 \x01(\x0b\x32\x1d.hurray_wire.v1.TargetMessageH\x00\x12\x31\n\x0bstream_lost\x18\x04 \x01(\x0b\x32\x1a.hurray_wire.v1.StreamLostH\x00\x12.\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x1c.hurray_wire.v1.CommitResultH\x00\x12$\n\x06\x63\x61ncel\x18\x06 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\x07\n\x05input\"\x0c\n\nStreamLost\"1\n\x0c\x43ommitResult\x12!\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x12.google.rpc.Status\"\x97\x02\n\x0eTransferOutput\x12\x10\n\x08transfer\x18\x01 \x01(\x04\x12/\n\x06source\x18\x02 \x01(\x0b\x32\x1d.hurray_wire.v1.SourceMessageH\x00\x12/\n\x06target\x18\x03 \x01(\x0b\x32\x1d.hurray_wire.v1.TargetMessageH\x00\x12,\n\x08prepared\x18\x04 \x01(\x0b\x32\x18.hurray_wire.v1.PreparedH\x00\x12.\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x1d.hurray_wire.v1.TransferEndedH\x00\x12)\n\x05\x61rena\x18\x06 \x01(\x0b\x32\x1a.hurray_wire.v1.ArenaUsageB\x08\n\x06output\"F\n\x08Prepared\x12(\n\x07receipt\x18\x01 \x01(\x0b\x32\x17.hurray_wire.v1.Receipt\x12\x10\n\x08viewable\x18\x02 \x01(\x08\"a\n\rTransferEnded\x12!\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x12.google.rpc.Status\x12-\n\x06source\x18\x02 \x01(\x0b\x32\x1d.hurray_wire.v1.SourceSummary\"d\n\rSourceSummary\x12\x12\n\nwire_bytes\x18\x01 \x01(\x04\x12\x14\n\x0cmapped_bytes\x18\x02 \x01(\x04\x12)\n\x06stages\x18\x03 \x03(\x0b\x32\x19.hurray_wire.v1.StageTime\"\x1e\n\nReaderGone\x12\x10\n\x08transfer\x18\x01 \x01(\x04\" \n\x0c\x46reeSnapshot\x12\x10\n\x08snapshot\x18\x01 \x01(\x04\"\r\n\x0bReportUsage\"\x9a\x02\n\x0cMoverStarted\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12-\n\ntransports\x18\x02 \x03(\x0b\x32\x19.hurray_wire.v1.Transport\x12)\n\x05\x61rena\x18\x03 \x01(\x0b\x32\x1a.hurray_wire.v1.ArenaUsage\x12\x0b\n\x03ucx\x18\x04 \x01(\t\x12!\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x12.google.rpc.Status\x12;\n\x08left_out\x18\x06 \x03(\x0b\x32).hurray_wire.v1.MoverStarted.LeftOutEntry\x1a.\n\x0cLeftOutEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"Q\n\nPeerOpened\x12\x0c\n\x04peer\x18\x01 \x01(\x06\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12\x12\n\ntransports\x18\x03 \x03(\t\"\x1a\n\nPeerClosed\x12\x0c\n\x04peer\x18\x01 \x01(\x06\";\n\x08PeerLost\x12\x0c\n\x04peer\x18\x01 \x01(\x06\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\"~\n\nMoverUsage\x12)\n\x05\x61rena\x18\x01 \x01(\x0b\x32\x1a.hurray_wire.v1.ArenaUsage\x12\x19\n\x11unknown_tag_count\x18\x02 \x01(\x04\x12\x12\n\npeer_count\x18\x03 \x01(\r\x12\x16\n\x0etransfer_count\x18\x04 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,39 +44,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CLOSEPEER']._serialized_start=931
   _globals['_CLOSEPEER']._serialized_end=971
   _globals['_BEGINTARGET']._serialized_start=974
-  _globals['_BEGINTARGET']._serialized_end=1126
-  _globals['_BEGINSOURCE']._serialized_start=1128
-  _globals['_BEGINSOURCE']._serialized_end=1247
-  _globals['_TRANSFERINPUT']._serialized_start=1250
-  _globals['_TRANSFERINPUT']._serialized_end=1527
-  _globals['_STREAMLOST']._serialized_start=1529
-  _globals['_STREAMLOST']._serialized_end=1541
-  _globals['_COMMITRESULT']._serialized_start=1543
-  _globals['_COMMITRESULT']._serialized_end=1592
-  _globals['_TRANSFEROUTPUT']._serialized_start=1595
-  _globals['_TRANSFEROUTPUT']._serialized_end=1831
-  _globals['_PREPARED']._serialized_start=1833
-  _globals['_PREPARED']._serialized_end=1903
-  _globals['_TRANSFERENDED']._serialized_start=1905
-  _globals['_TRANSFERENDED']._serialized_end=2002
-  _globals['_SOURCESUMMARY']._serialized_start=2004
-  _globals['_SOURCESUMMARY']._serialized_end=2104
-  _globals['_READERGONE']._serialized_start=2106
-  _globals['_READERGONE']._serialized_end=2136
-  _globals['_FREESNAPSHOT']._serialized_start=2138
-  _globals['_FREESNAPSHOT']._serialized_end=2170
-  _globals['_REPORTUSAGE']._serialized_start=2172
-  _globals['_REPORTUSAGE']._serialized_end=2185
-  _globals['_MOVERSTARTED']._serialized_start=2188
-  _globals['_MOVERSTARTED']._serialized_end=2470
-  _globals['_MOVERSTARTED_LEFTOUTENTRY']._serialized_start=2424
-  _globals['_MOVERSTARTED_LEFTOUTENTRY']._serialized_end=2470
-  _globals['_PEEROPENED']._serialized_start=2472
-  _globals['_PEEROPENED']._serialized_end=2553
-  _globals['_PEERCLOSED']._serialized_start=2555
-  _globals['_PEERCLOSED']._serialized_end=2581
-  _globals['_PEERLOST']._serialized_start=2583
-  _globals['_PEERLOST']._serialized_end=2642
-  _globals['_MOVERUSAGE']._serialized_start=2644
-  _globals['_MOVERUSAGE']._serialized_end=2770
+  _globals['_BEGINTARGET']._serialized_end=1195
+  _globals['_BEGINSOURCE']._serialized_start=1197
+  _globals['_BEGINSOURCE']._serialized_end=1316
+  _globals['_TRANSFERINPUT']._serialized_start=1319
+  _globals['_TRANSFERINPUT']._serialized_end=1596
+  _globals['_STREAMLOST']._serialized_start=1598
+  _globals['_STREAMLOST']._serialized_end=1610
+  _globals['_COMMITRESULT']._serialized_start=1612
+  _globals['_COMMITRESULT']._serialized_end=1661
+  _globals['_TRANSFEROUTPUT']._serialized_start=1664
+  _globals['_TRANSFEROUTPUT']._serialized_end=1943
+  _globals['_PREPARED']._serialized_start=1945
+  _globals['_PREPARED']._serialized_end=2015
+  _globals['_TRANSFERENDED']._serialized_start=2017
+  _globals['_TRANSFERENDED']._serialized_end=2114
+  _globals['_SOURCESUMMARY']._serialized_start=2116
+  _globals['_SOURCESUMMARY']._serialized_end=2216
+  _globals['_READERGONE']._serialized_start=2218
+  _globals['_READERGONE']._serialized_end=2248
+  _globals['_FREESNAPSHOT']._serialized_start=2250
+  _globals['_FREESNAPSHOT']._serialized_end=2282
+  _globals['_REPORTUSAGE']._serialized_start=2284
+  _globals['_REPORTUSAGE']._serialized_end=2297
+  _globals['_MOVERSTARTED']._serialized_start=2300
+  _globals['_MOVERSTARTED']._serialized_end=2582
+  _globals['_MOVERSTARTED_LEFTOUTENTRY']._serialized_start=2536
+  _globals['_MOVERSTARTED_LEFTOUTENTRY']._serialized_end=2582
+  _globals['_PEEROPENED']._serialized_start=2584
+  _globals['_PEEROPENED']._serialized_end=2665
+  _globals['_PEERCLOSED']._serialized_start=2667
+  _globals['_PEERCLOSED']._serialized_end=2693
+  _globals['_PEERLOST']._serialized_start=2695
+  _globals['_PEERLOST']._serialized_end=2754
+  _globals['_MOVERUSAGE']._serialized_start=2756
+  _globals['_MOVERUSAGE']._serialized_end=2882
 # @@protoc_insertion_point(module_scope)

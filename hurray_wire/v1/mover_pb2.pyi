@@ -61,7 +61,7 @@ class ClosePeer(_message.Message):
     def __init__(self, peer: _Optional[int] = ..., abort: _Optional[bool] = ...) -> None: ...
 
 class BeginTarget(_message.Message):
-    __slots__ = ("transfer", "peer", "offer", "transport", "window", "budget_s", "tenant")
+    __slots__ = ("transfer", "peer", "offer", "transport", "window", "budget_s", "tenant", "image_bytes", "chunk_count", "index_chunk_count")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,9 @@ class BeginTarget(_message.Message):
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     BUDGET_S_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    INDEX_CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
     transfer: int
     peer: int
     offer: _transfer_pb2.Offer
@@ -76,7 +79,10 @@ class BeginTarget(_message.Message):
     window: int
     budget_s: float
     tenant: int
-    def __init__(self, transfer: _Optional[int] = ..., peer: _Optional[int] = ..., offer: _Optional[_Union[_transfer_pb2.Offer, _Mapping]] = ..., transport: _Optional[str] = ..., window: _Optional[int] = ..., budget_s: _Optional[float] = ..., tenant: _Optional[int] = ...) -> None: ...
+    image_bytes: int
+    chunk_count: int
+    index_chunk_count: int
+    def __init__(self, transfer: _Optional[int] = ..., peer: _Optional[int] = ..., offer: _Optional[_Union[_transfer_pb2.Offer, _Mapping]] = ..., transport: _Optional[str] = ..., window: _Optional[int] = ..., budget_s: _Optional[float] = ..., tenant: _Optional[int] = ..., image_bytes: _Optional[int] = ..., chunk_count: _Optional[int] = ..., index_chunk_count: _Optional[int] = ...) -> None: ...
 
 class BeginSource(_message.Message):
     __slots__ = ("transfer", "peer", "snapshot", "offer", "budget_s")
@@ -119,18 +125,20 @@ class CommitResult(_message.Message):
     def __init__(self, error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class TransferOutput(_message.Message):
-    __slots__ = ("transfer", "source", "target", "prepared", "ended")
+    __slots__ = ("transfer", "source", "target", "prepared", "ended", "arena")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     PREPARED_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    ARENA_FIELD_NUMBER: _ClassVar[int]
     transfer: int
     source: _transfer_pb2.SourceMessage
     target: _transfer_pb2.TargetMessage
     prepared: Prepared
     ended: TransferEnded
-    def __init__(self, transfer: _Optional[int] = ..., source: _Optional[_Union[_transfer_pb2.SourceMessage, _Mapping]] = ..., target: _Optional[_Union[_transfer_pb2.TargetMessage, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., ended: _Optional[_Union[TransferEnded, _Mapping]] = ...) -> None: ...
+    arena: _transfer_pb2.ArenaUsage
+    def __init__(self, transfer: _Optional[int] = ..., source: _Optional[_Union[_transfer_pb2.SourceMessage, _Mapping]] = ..., target: _Optional[_Union[_transfer_pb2.TargetMessage, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., ended: _Optional[_Union[TransferEnded, _Mapping]] = ..., arena: _Optional[_Union[_transfer_pb2.ArenaUsage, _Mapping]] = ...) -> None: ...
 
 class Prepared(_message.Message):
     __slots__ = ("receipt", "viewable")

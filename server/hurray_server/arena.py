@@ -92,7 +92,7 @@ class Arena:
     def __init__(
         self, total_bytes: int, *, grain_bytes: int | None = None, on_change: Callable[[], None] = lambda: None
     ) -> None:
-        """`on_change` is called at every change but a reservation, of which the caller knows. Raises
+        """`on_change` is called at every change but `reserve` and `hold`, of which the caller knows. Raises
         DataPlaneUnavailable where the host does not have that much memory."""
         self.total_bytes: Final = align(total_bytes)
         self._on_change = on_change
@@ -207,7 +207,6 @@ class Arena:
             extent = self._extents[owner]
             assert extent.state is ExtentState.RECEIVING, extent
             self._move(extent, ExtentState.HELD)
-        self._on_change()
 
     def free(self, owner: int) -> None:
         """Give the extent back, as soon as it has no reader. Nothing happens for one that does not exist."""

@@ -29,6 +29,7 @@ from hurray_server.logs import configure_logs
 from hurray_server.mover_config import MoverConfig, TransportsConfig
 from hurray_server.pins import Pins
 from hurray_wire import session as s
+from hurray_wire.checksum import hash_of
 from hurray_wire.dataplane import DataPlane
 from hurray_wire.errors import DataPlaneUnavailable, HurrayError, LimitExceeded, ProtocolViolation, SnapshotLost
 from hurray_wire.image import ImagePlan, is_viewable
@@ -44,7 +45,7 @@ from hurray_wire.messages import (
     to_transport,
 )
 from hurray_wire.orders import Ended, Output, PrepareCommit, SourceOrder, TargetOrder
-from hurray_wire.payload import ImageSource, ImageTarget
+from hurray_wire.payload import ImageSource, LateImageTarget
 from hurray_wire.peers import Connected
 from hurray_wire.status import from_status, to_status
 from hurray_wire.transport.base import Transport
@@ -53,6 +54,7 @@ from hurray_wire.transport.tls import TcpTransport, TlsTransport
 from hurray_wire.transport.ucx import UcxTransport, has_fabric, loaded_ucx, why_no_ucx
 from hurray_wire.v1 import mover_pb2 as mpb
 from hurray_wire.v1 import transfer_pb2 as pb
+from hurray_wire.validate import Counts
 from hurray_wire.view import Shown
 
 _log = structlog.get_logger("hurray.mover")
@@ -60,19 +62,22 @@ _log = structlog.get_logger("hurray.mover")
 _SWITCH_INTERVAL_S: Final = 0.0005
 """How soon a thread that waits for the interpreter gets it: the data-plane thread shares it with the command reader."""
 
+_LATE_TENSORS: Final = 8
+_LATE_SEQUENCES: Final = 1024
+"""The plan of an offer of no more is made in the data-plane thread, while the source hears that it may begin."""
+
 _STOP_S: Final = 3.0
 """Longest time for an orderly end after the socket has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A transfer that runs. `offer`: as it came, or goes out."""
+    """A transfer that runs. `offer`: as it came, or goes out. `sent`: of a source."""
 
-    is_source: bool
     transport: str
     window: int
     offer: pb.Offer
-    plan: ImagePlan
+    sent: ImagePlan | None = None
 
 
 class Mover:
@@ -201,20 +206,27 @@ class Mover:
             self._output(transfer, ended=mpb.TransferEnded(error=to_status(error)))
 
     def _begin_target(self, order: mpb.BeginTarget) -> None:
-        offered = read_offer(order.offer, self._config.limits)
-        self._running[order.transfer] = _Running(False, order.transport, order.window, order.offer, offered.plan)
+        self._running[order.transfer] = _Running(order.transport, order.window, order.offer)
         memory = TransferMemory(self._arena, order.transfer, order.tenant)
-        payload = ImageTarget(offered.plan, offered.token_counts, memory)
+
+        def read() -> tuple[ImagePlan, Counts]:
+            offered = read_offer(order.offer, self._config.limits)
+            return offered.plan, offered.token_counts
+
+        payload = LateImageTarget(order.image_bytes, read, memory)
+        if len(order.offer.tensors) > _LATE_TENSORS or len(order.offer.token_counts) > _LATE_SEQUENCES:
+            _ = payload.plan  # now, in this thread: it takes its time
         self._plane.begin_target(
             order.transfer,
             TargetOrder(
                 peer=order.peer,
                 transport=order.transport,
                 payload=payload,
-                hash=offered.hash,
+                hash=hash_of(order.offer.checksum),
                 budget_s=order.budget_s,
                 window=order.window,
                 listener=lambda output: self._target_output(order.transfer, output),
+                chunk_counts=(order.chunk_count, order.index_chunk_count),
             ),
         )
         if order.offer.checksums:
@@ -229,7 +241,7 @@ class Mover:
             if shown is not None:
                 shown.pin.close()
             raise
-        self._running[order.transfer] = _Running(True, order.offer.transports[0], MAX_WINDOW, order.offer, offered.plan)
+        self._running[order.transfer] = _Running(order.offer.transports[0], MAX_WINDOW, order.offer, offered.plan)
         self._plane.begin_source(
             order.transfer,
             SourceOrder(
@@ -286,9 +298,9 @@ class Mover:
 
     def _event(self, transfer: int, running: _Running, message: mpb.TransferInput) -> s.Event | pb.Accept:
         match message.WhichOneof("input"):
-            case "source" if not running.is_source:
+            case "source" if running.sent is None:
                 return read_source_message(message.source)
-            case "target" if running.is_source:
+            case "target" if running.sent is not None:
                 return read_target_message(message.target)
             case "stream_lost":
                 return s.StreamLost()
@@ -334,9 +346,8 @@ class Mover:
                 pass  # whoever committed has done so
             case _:
                 accept = pb.Accept(transfer=transfer, transport=running.transport, window=running.window)
-                self._output(transfer, target=to_target_message(output, lambda: accept))
-                if isinstance(output, s.TellAccept):
-                    self._report_usage()  # for its memory, which the source need not wait for
+                arena = self._arena_usage() if isinstance(output, s.TellAccept) else None
+                self._output(transfer, target=to_target_message(output, lambda: accept), arena=arena)
 
     def _prepared(self, transfer: int, running: _Running, output: PrepareCommit) -> mpb.Prepared:
         summary = output.summary
@@ -361,11 +372,10 @@ class Mover:
         ended = mpb.TransferEnded()
         if output.error is not None:
             ended.error.CopyFrom(to_status(output.error))
-        elif running.is_source:
-            plan = running.plan
+        elif (plan := running.sent) is not None:
             ended.source.wire_bytes, ended.source.mapped_bytes = plan.wire_bytes, plan.mapped_bytes
             ended.source.stages.extend(_stage_times(output.stages))
-        self._output(transfer, ended=ended)
+        self._output(transfer, ended=ended, arena=None if running.sent is not None else self._arena_usage())
 
     def _output(
         self,
@@ -375,8 +385,11 @@ class Mover:
         target: pb.TargetMessage | None = None,
         prepared: mpb.Prepared | None = None,
         ended: mpb.TransferEnded | None = None,
+        arena: pb.ArenaUsage | None = None,
     ) -> None:
-        output = mpb.TransferOutput(transfer=transfer, source=source, target=target, prepared=prepared, ended=ended)
+        output = mpb.TransferOutput(
+            transfer=transfer, source=source, target=target, prepared=prepared, ended=ended, arena=arena
+        )
         self._report(mpb.MoverReport(output=output))
 
     # --- memory ---------------------------------------------------------------------------------------------------

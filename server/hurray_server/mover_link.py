@@ -350,6 +350,8 @@ class MoverLink:
                 outputs = self._transfers.get(transfer)
                 if outputs is None:
                     raise ProtocolViolation("report on a transfer that does not run", offered=transfer)
+                if report.output.HasField("arena"):
+                    self.usage.arena.CopyFrom(report.output.arena)
                 if report.output.WhichOneof("output") == "ended":
                     del self._transfers[transfer]
                 try:

@@ -211,6 +211,9 @@ class PutTransfer(Transfer[pb.TargetMessage]):
                 transport=transport,
                 window=window_for(transport, offer.chunk_bytes, node.config.transfers.window),
                 budget_s=budget_s,
+                image_bytes=offered.plan.image_bytes,
+                chunk_count=len(offered.plan.chunks),
+                index_chunk_count=offered.plan.index_chunk_count,
                 tenant=node.tenant_number(self._owner),
             )
         )

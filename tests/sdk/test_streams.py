@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 import hurray_client as ht
-from sdk.snapshots import make_snapshot
+from hurray_client import transfer
+from hurray_wire.dataplane import DataPlane
+from hurray_wire.image import plan_image
+from hurray_wire.limits import PAGE_BYTES, Limits
+from hurray_wire.payload import SnapshotSource, StagedSource
+from hurray_wire.prepare import prepare
+from hurray_wire.session_events import Event, ReceiptReceived
+from sdk.snapshots import make_caches, make_snapshot
 from support.daemon import RunningDaemon, eventually
 
 
@@ -58,3 +67,45 @@ def test_a_transfer_that_failed_leaves_no_stream_behind(daemon: RunningDaemon) -
         client.put("left", make_snapshot(), overwrite=True)
         assert threads() == before + 1
         client.delete("left")
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_only_a_put_whose_pages_were_copied_returns_before_its_machine_has_ended(
+    client: ht.Client, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[Callable[[], None]] = []
+    post = DataPlane.post
+
+    def hold_receipts(self: DataPlane, number: int, event: Event, *, soon: bool = True) -> None:
+        if isinstance(event, ReceiptReceived):
+            held.append(lambda: post(self, number, event))
+        else:
+            post(self, number, event, soon=soon)
+
+    if not small:
+        monkeypatch.setattr(transfer, "EAGER_BYTES", 0)
+    monkeypatch.setattr(DataPlane, "post", hold_receipts)
+    with ThreadPoolExecutor(1) as pool:
+        putting = pool.submit(client.put, f"early/{small}", make_snapshot(), timeout_s=20)
+        if small:
+            putting.result(20)
+        eventually(lambda: held, 10)
+        assert putting.done() == small
+        held[0]()
+        putting.result(20)
+
+
+def test_a_staged_source_is_done_with_the_pages_it_was_made_of() -> None:
+    caches = make_caches(layers=1)
+    prepared = prepare(make_snapshot(caches, [list(range(8))], [32]))
+    plan = plan_image([tensor.descriptor for tensor in prepared.tensors], PAGE_BYTES, Limits())
+    staged = StagedSource(SnapshotSource(prepared, plan))
+    before = [chunk.tobytes() for chunk in staged.chunks]
+    for pool in caches.values():
+        pool[...] = 0
+    assert [chunk.tobytes() for chunk in staged.chunks] == before
+    assert len(plan.chunks) > 1
+    for chunk in plan.chunks:
+        assert not staged.all_staged
+        staged.stage(chunk, lambda: np.empty(0, np.uint8))
+    assert staged.all_staged

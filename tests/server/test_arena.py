@@ -111,14 +111,17 @@ def test_touching_all_of_it_changes_nothing(arena: Arena) -> None:
     assert (view == 5).all()
 
 
-def test_every_change_but_a_reservation_is_told() -> None:
+def test_what_ends_an_extent_is_told() -> None:
     told: list[None] = []
     arena = Arena(PAGES * PAGE_BYTES, on_change=lambda: told.append(None))
     arena.reserve(1, 1)
-    assert not told
     arena.hold(1)
+    assert not told
     arena.free(1)
-    assert len(told) == 2
+    arena.reserve(2, 1)
+    arena.quarantine(2)
+    arena.free(2)
+    assert len(told) == 3
 
 
 # --- grains ------------------------------------------------------------------------------------------------------
