@@ -149,6 +149,7 @@ class Firewall:
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.STDOUT,
                     start_new_session=True,  # a terminal's ^C is not for it either
+                    restore_signals=False,  # ignores SIGPIPE, as Python does: nobody may be there for its answer
                 )
         except OSError as error:
             raise _unavailable(f"nft does not start: {error}", "start") from None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import ipaddress
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -132,6 +134,12 @@ def network() -> Iterator[Network]:
         yield found
 
 
+def unread(pid: int) -> int:
+    """Bytes in the pipe that is a process's standard input."""
+    with open(f"/proc/{pid}/fd/0", "rb", buffering=0) as pipe:
+        return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
 def guarded_port(daemon: RunningDaemon) -> int:
     return int(daemon.logged("firewall")[-1]["port"])
 
@@ -158,13 +166,18 @@ def test_only_a_host_with_a_session_reaches_ucx(addresses: str) -> None:
                 inside.stdin.write("\n")
                 inside.stdin.flush()
                 assert inside.stdout.readline() == "cut\n", "what was connected already is not served either"
+        mover = daemon.mover_pid
+        assert mover is not None
+        (nft,) = [child for child in children(daemon.pid) if child != mover]
         with network.client(daemon) as client:
             client.tell("small a/b")
             assert client.hear()["reason"] == "OK", "the same host may come again"
-        mover = daemon.mover_pid
-        assert mover is not None
+            os.kill(nft, signal.SIGSTOP)
+        eventually(lambda: unread(nft), SOON_S, "nft is told to shut it out")
         os.kill(mover, signal.SIGSTOP)
         daemon.kill()
+        os.kill(nft, signal.SIGCONT)
+        eventually(lambda: not network.reaches(port, host), SOON_S, "nft does what it was told, though nobody asks")
         assert network.tables(), "while the mover is there, so is what guards it"
         assert not network.stranger_reaches(port)
         os.kill(mover, signal.SIGCONT)
