@@ -28,7 +28,7 @@ class Pace:
 # Below 512 KiB throughput falls; far above 4 MiB one progress call runs long and commands wait.
 _PACE: Final = Pace(chunk_bytes=4 << 20, window=4)
 _PACES: Final = {
-    "shm": Pace(chunk_bytes=2 << 20, window=4, in_flight_max_bytes=SHM_STAGING_BYTES),
+    "shm": Pace(chunk_bytes=4 << 20, window=4, in_flight_max_bytes=SHM_STAGING_BYTES),
     "ucx": Pace(chunk_bytes=2 << 20, window=4),
 }
 

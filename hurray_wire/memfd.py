@@ -32,6 +32,13 @@ _TMPFS_MAGIC: Final = 0x01021994
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
 
+# madvise(2): likewise.
+_MADV_POPULATE_READ: Final = 22
+_MADV_POPULATE_WRITE: Final = 23
+"""Linux 5.14: touch pages, for writing without changing what is in them."""
+_MADV_COLLAPSE: Final = 25
+"""Linux 6.1: put what is there into huge pages now, whether or not shared memory gets them by itself."""
+
 SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """What received memory must carry: its size is what it is, and stays so."""
 
@@ -41,23 +48,24 @@ HUGE_PAGE_BYTES: Final = 2 << 20
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def create(name: str, nbytes: int) -> tuple[int, Bytes]:
-    """New memory, all of it present: (descriptor, writable array of uint8 [nbytes]).
+    """New memory, all of it present, in huge pages where it fills some: (descriptor, writable array of uint8 [nbytes]).
 
     It is sealed in its size, and against writing through any mapping but this one. Raises OSError where there is not
     enough memory.
     """
-    descriptor = _memfd(name)
+    _, memory = take_addresses(nbytes, writable=True)
+    descriptor = create_at(memory.ctypes.data, name, nbytes)
     try:
-        os.posix_fallocate(descriptor, 0, nbytes)
-        memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        _seal(descriptor)
+        if nbytes < HUGE_PAGE_BYTES or not populate(memory.ctypes.data, nbytes):
+            os.posix_fallocate(descriptor, 0, nbytes)
     except BaseException:
         os.close(descriptor)
         raise
-    return descriptor, np.frombuffer(memory, np.uint8)
+    return descriptor, memory
 
 
 def create_at(address: int, name: str, nbytes: int) -> int:
@@ -75,6 +83,25 @@ def create_at(address: int, name: str, nbytes: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def populate(address: int, nbytes: int) -> bool:
+    """Have shared memory that is mapped there present, in huge pages where the kernel can, its contents unchanged.
+
+    False where the kernel does not (Linux before 5.14, memory is short).
+    """
+    # Huge pages are made faster of nothing than of what is there, and not at all where nothing is.
+    for offset in range(0, nbytes, HUGE_PAGE_BYTES):
+        if not advise(address + offset, min(mmap.PAGESIZE, nbytes), _MADV_POPULATE_WRITE):
+            return False
+    advise(address, nbytes, _MADV_COLLAPSE)
+    return advise(address, nbytes, _MADV_POPULATE_WRITE)
+
+
+def advise(address: int, nbytes: int, advice: int) -> bool:
+    """madvise(2), which the kernel may refuse. Through ctypes, which releases the GIL meanwhile; the method of
+    mmap.mmap does not."""
+    return not _LIBC.madvise(address, nbytes, advice)
 
 
 def take_addresses(nbytes: int, *, writable: bool) -> tuple[mmap.mmap, Bytes]:
@@ -97,8 +124,10 @@ def map_received(descriptor: int, nbytes: int) -> Bytes:
     size = _sealed_size(descriptor)
     if size != nbytes:
         raise _refusal("size", size, nbytes)
-    memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
-    return np.frombuffer(memory, np.uint8)
+    _, memory = take_addresses(nbytes, writable=False)
+    _map_at(memory.ctypes.data, descriptor, nbytes, mmap.PROT_READ)
+    advise(memory.ctypes.data, nbytes, _MADV_POPULATE_READ)
+    return memory
 
 
 def map_received_at(address: int, descriptor: int, nbytes: int) -> None:

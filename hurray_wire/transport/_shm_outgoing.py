@@ -11,6 +11,7 @@ that those of one who reads nothing do not pile up on their way.
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -75,13 +76,14 @@ class _Show:
 class Outgoing:
     """One direction of one connection. Raises ProtocolViolation for what the peer may not say."""
 
-    def __init__(self, emit: Emit, finish: Finish, *, staging_bytes: int, slot_bytes: int) -> None:
+    def __init__(self, emit: Emit, finish: Finish, *, ring_bytes: int, staging_bytes: int, slot_bytes: int) -> None:
         self._emit = emit
         self._finish = finish
+        self._ring_bytes = ring_bytes
         self._staging_bytes = staging_bytes
         self._slot_bytes = slot_bytes
         self._ring: Ring | None = None
-        self._loans: dict[int, int] = {}
+        self._loans: dict[int, tuple[int, float]] = {}
         self._staged_bytes = 0
         self._next_number = 0
         self._eager_used_bytes = 0
@@ -104,7 +106,7 @@ class Outgoing:
         offset = ring.ranges.take(nbytes)
         if offset is None:
             return None
-        self._loans[offset] = needed
+        self._loans[offset] = needed, time.perf_counter()
         self._staged_bytes += needed
         return ring.memory[offset : offset + nbytes]
 
@@ -192,11 +194,14 @@ class Outgoing:
         if not self._loans or self._ring is None:
             return None
         offset = self._ring.offset_of(buffer)
-        return offset if offset in self._loans else None
+        if offset not in self._loans:
+            return None
+        self._ring.note_staged(buffer.nbytes, time.perf_counter() - self._loans[offset][1])
+        return offset
 
     def _end_loan(self, offset: int) -> None:
         assert self._ring is not None
-        self._staged_bytes -= self._loans.pop(offset)
+        self._staged_bytes -= self._loans.pop(offset)[0]
         self._ring.ranges.give_back(offset)
 
     def _send_eager(self, send: _Send) -> bool:
@@ -227,7 +232,7 @@ class Outgoing:
             self._emit(Frame(Kind.ANNOUNCE, number=self._next_number, tag=send.tag, nbytes=nbytes))
             self._next_number += 1
         else:
-            self._in_ring[send.offset] = (send, self._loans.pop(send.offset))
+            self._in_ring[send.offset] = (send, self._loans.pop(send.offset)[0])
             self._staged_count += 1
             self._emit(Frame(Kind.STAGED, tag=send.tag, nbytes=nbytes, offset=send.offset))
 
@@ -261,9 +266,9 @@ class Outgoing:
 
     def _require_ring(self) -> Ring:
         if self._ring is None:
-            nbytes = self._staging_bytes + self._slot_bytes
+            nbytes = self._ring_bytes
             try:
-                self._ring = Ring(nbytes)
+                self._ring = Ring(nbytes, self._staging_bytes + self._slot_bytes)
             except OSError as error:
                 raise PeerUnavailable(f"no memory for a ring of {nbytes} bytes: {error}", stage="data_plane") from error
             descriptor = self._ring.descriptor

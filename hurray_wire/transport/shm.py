@@ -83,12 +83,16 @@ class ShmConfig:
     mode: int = 0o660
     """Permissions of the socket: who may connect. Whoever does must then prove to be a peer."""
 
+    ring_bytes: int = 40 << 20
+    """Memory towards each peer, made when it is first needed: more than the processor's caches hold, so that what the
+    peer's core has read is no longer in its cache when it is written again."""
+
     staging_bytes: int = SHM_STAGING_BYTES
     """How much may be staged for each peer at once. Far more than this does not stay in the processor's cache."""
 
     slot_bytes: int = 1 << 20
-    """Largest piece of a message that is not staged, and how much the ring has beyond `staging_bytes`: so that pieces
-    always find a place."""
+    """Largest piece of a message that is not staged, and how much may be in the ring beyond `staging_bytes`: so that
+    pieces always find a place."""
 
     def __post_init__(self) -> None:
         encoded = os.fsencode(self.path)
@@ -98,6 +102,7 @@ class ShmConfig:
         for name, least, most in (
             ("slot_bytes", PAGE_BYTES, MAX_RING_BYTES // 2),
             ("staging_bytes", PAGE_BYTES, MAX_RING_BYTES // 2),
+            ("ring_bytes", self.staging_bytes + self.slot_bytes, MAX_RING_BYTES),
         ):
             value = getattr(self, name)
             fits = least <= value <= most and value % PAGE_BYTES == 0
@@ -198,7 +203,11 @@ class ShmEndpoint(Endpoint):
         self._deaf = False
         config = transport._config
         self._outgoing = Outgoing(
-            self._emit, transport._finish, staging_bytes=config.staging_bytes, slot_bytes=config.slot_bytes
+            self._emit,
+            transport._finish,
+            ring_bytes=config.ring_bytes,
+            staging_bytes=config.staging_bytes,
+            slot_bytes=config.slot_bytes,
         )
         self._incoming = Incoming(self._emit, transport._finish)
 

@@ -7,7 +7,6 @@ by fresh memory in the same place.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import resource
@@ -31,10 +30,6 @@ _MAX_COUNT: Final = 4096
 _DESCRIPTORS: Final = 1 << 16
 
 _POPULATE_STEP_BYTES: Final = 32 << 20
-_MADV_POPULATE_WRITE: Final = 23
-"""Linux 5.14: touch pages for writing without changing what is in them."""
-_MADV_COLLAPSE: Final = 25
-"""Linux 6.1: put what is there into huge pages now, whether or not shared memory gets them by itself."""
 
 
 def grain_bytes_for(total_bytes: int) -> int:
@@ -68,14 +63,13 @@ class Grains:
         self.grain_bytes: Final = grain_bytes
         _, self.memory = memfd.take_addresses(total_bytes, writable=True)
         self._address = self.memory.ctypes.data
-        self._libc = ctypes.CDLL(None, use_errno=True)
         self.descriptors: list[int] = []
         """One per grain; none where nothing can be shown."""
         weakref.finalize(self, _close_all, self.descriptors).atexit = False
         if _can_seal():
             for number in range(-(-total_bytes // grain_bytes)):
                 self.descriptors.append(self._create(number))
-        self._advise(0, total_bytes, mmap.MADV_HUGEPAGE)
+        self._advise_huge(0, total_bytes)
 
     def replace(self, number: int) -> None:
         """Fresh memory, present, in the place of a grain that nobody uses. Raises OSError: the old one is there."""
@@ -83,7 +77,7 @@ class Grains:
         os.close(self.descriptors[number])
         self.descriptors[number] = fresh
         start, nbytes = self._span(number)
-        self._advise(start, nbytes, mmap.MADV_HUGEPAGE)
+        self._advise_huge(start, nbytes)
         self._populate(start, nbytes)
 
     def populate(self) -> bool:
@@ -92,17 +86,10 @@ class Grains:
         return all(self._populate(start, min(_POPULATE_STEP_BYTES, self.memory.nbytes - start)) for start in steps)
 
     def _populate(self, start: int, nbytes: int) -> bool:
-        # Huge pages are made faster of nothing than of what is there, and not at all where nothing is.
-        for offset in range(start, start + nbytes, memfd.HUGE_PAGE_BYTES):
-            if not self._advise(offset, min(mmap.PAGESIZE, nbytes), _MADV_POPULATE_WRITE):
-                return False
-        self._advise(start, nbytes, _MADV_COLLAPSE)
-        return self._advise(start, nbytes, _MADV_POPULATE_WRITE)
+        return memfd.populate(self._address + start, nbytes)
 
-    def _advise(self, start: int, nbytes: int, advice: int) -> bool:
-        # Through ctypes, which releases the GIL meanwhile; mmap.madvise does not.
-        address = ctypes.c_void_p(self._address + start)
-        return not self._libc.madvise(address, ctypes.c_size_t(nbytes), advice)
+    def _advise_huge(self, start: int, nbytes: int) -> None:
+        memfd.advise(self._address + start, nbytes, mmap.MADV_HUGEPAGE)
 
     def _span(self, number: int) -> tuple[int, int]:
         start = number * self.grain_bytes

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hurray_wire import memfd
 from hurray_wire.errors import CapabilityMismatch, DataPlaneUnavailable, Misuse, PeerUnavailable, ProtocolViolation
 from hurray_wire.memory import is_page_aligned
 from hurray_wire.testing.transport_suite import (
@@ -34,7 +35,7 @@ from hurray_wire.testing.transport_suite import (
 )
 from hurray_wire.transport import _shm_outgoing
 from hurray_wire.transport._shm_frames import EAGER_MAX_BYTES
-from hurray_wire.transport._shm_ring import Ranges
+from hurray_wire.transport._shm_ring import Ranges, Reach
 from hurray_wire.transport._sockets import open_descriptors
 from hurray_wire.transport.base import TransportParameters
 from hurray_wire.transport.shm import ShmConfig, ShmTransport
@@ -119,7 +120,8 @@ def test_staging_runs_out_and_comes_back(pair):
     assert pair.to_b.take_staging(LONG) is None
     assert pair.to_b.take_staging(PAGE * 3) is None
     pair.to_b.return_staging(loans[3])
-    assert pair.to_b.take_staging(LONG).ctypes.data == loans[3].ctypes.data
+    assert pair.to_b.take_staging(LONG).ctypes.data not in {loan.ctypes.data for loan in loans}
+    assert pair.to_b.take_staging(LONG) is None
     assert pair.to_b.take_staging(9 << 20) is None
 
 
@@ -199,8 +201,8 @@ def test_short_messages_beyond_the_credit_wait_for_their_receives(pair):
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "piece", "give"]), st.integers(1, 40 * PAGE)), max_size=60))
 def test_ranges_never_overlap_and_all_come_back(steps):
-    total = 64 * PAGE
-    ranges, lent = Ranges(total), {}
+    total, limit = 64 * PAGE, 50 * PAGE
+    ranges, lent = Ranges(total, limit), {}
     for kind, number in steps:
         if kind == "give":
             if lent:
@@ -212,7 +214,7 @@ def test_ranges_never_overlap_and_all_come_back(steps):
             offset, nbytes = ranges.take(number), number
         else:
             offset, nbytes = ranges.take_piece(number) or (None, 0)
-            assert (offset is None) == (sum(-(-size // PAGE) for size in lent.values()) * PAGE == total)
+            assert (offset is None) == (sum(-(-size // PAGE) for size in lent.values()) * PAGE == limit)
         if offset is None:
             continue
         assert offset % PAGE == 0
@@ -221,9 +223,67 @@ def test_ranges_never_overlap_and_all_come_back(steps):
         for other, size in lent.items():
             assert offset + nbytes <= other or other + -(-size // PAGE) * PAGE <= offset
         lent[offset] = nbytes
+        assert sum(-(-size // PAGE) for size in lent.values()) * PAGE <= limit
     for offset in lent:
         ranges.give_back(offset)
-    assert ranges.take(total) == 0
+    assert ranges.take(limit + 1) is None
+    assert ranges.take(limit) is not None
+
+
+def test_what_came_back_is_lent_again_after_all_the_rest():
+    ranges = Ranges(10 * PAGE, 4 * PAGE)
+    offsets = []
+    for _ in range(9):
+        offsets.append(ranges.take(3 * PAGE))
+        ranges.give_back(offsets[-1])
+    assert offsets == [0, 3 * PAGE, 6 * PAGE] * 3
+    first = ranges.take(2 * PAGE)
+    ranges.give_back(first)
+    assert (first, ranges.take_piece(4 * PAGE)) == (0, (2 * PAGE, 4 * PAGE))
+
+
+SHORT, RING = 9 << 20, 40 << 20
+
+
+def used_short(reach, costs, total_bytes, message_bytes=4 << 20):
+    """How much of `total_bytes` was staged within the short reach. `costs`: of a byte staged within each; the first
+    time around the short one costs what the long one does."""
+    short_bytes = around_bytes = 0
+    for _ in range(total_bytes // message_bytes):
+        short = reach.nbytes == SHORT
+        around_bytes = around_bytes + message_bytes if short else 0
+        short_bytes += message_bytes if short else 0
+        reach.note(message_bytes, message_bytes * costs[short and around_bytes > SHORT])
+    return short_bytes / (total_bytes // message_bytes * message_bytes)
+
+
+def test_the_reach_is_the_cheaper_one_and_follows_a_change():
+    shared, apart = {True: 0.10, False: 0.13}, {True: 0.30, False: 0.12}
+    reach = Reach(SHORT, RING)
+    assert reach.nbytes == SHORT
+    assert used_short(reach, shared, 4 << 30) > 0.95
+    used_short(reach, apart, 1 << 30)
+    assert used_short(reach, apart, 4 << 30) < 0.05
+    used_short(reach, shared, 1 << 30)
+    assert used_short(reach, shared, 4 << 30) > 0.95
+
+
+def test_short_messages_and_equal_costs_change_no_reach():
+    reach = Reach(SHORT, RING)
+    assert used_short(reach, {True: 0.3, False: 0.1}, 64 << 20, message_bytes=100_000) == 1
+    assert used_short(reach, {True: 0.1, False: 0.1}, 4 << 30) > 0.95
+
+
+def test_nothing_is_lent_beyond_the_reach():
+    ranges = Ranges(40 * PAGE, 8 * PAGE)
+    beyond = [ranges.take(6 * PAGE)]
+    ranges.give_back(beyond.pop())
+    beyond.append(ranges.take(6 * PAGE))
+    ranges.reach_bytes = 9 * PAGE
+    assert [ranges.take(PAGE), ranges.take_piece(PAGE)] == [0, (PAGE, PAGE)]
+    assert ranges.take(PAGE) is None, "no more than 8 pages are lent"
+    ranges.give_back(beyond.pop())
+    assert ranges.take(6 * PAGE) == 2 * PAGE
 
 
 # --- two processes -----------------------------------------------------------------------------------------------
@@ -443,6 +503,7 @@ def test_without_memory_for_a_ring_sends_end_with_an_error(pair, monkeypatch):
     def no_memory(*_):
         raise OSError(12, "Cannot allocate memory")
 
+    monkeypatch.setattr(memfd, "populate", lambda *_: False)
     monkeypatch.setattr(os, "posix_fallocate", no_memory)
     assert pair.to_b.take_staging(LONG) is None
     received = post_receive(pair.to_a, 1, np.zeros(LONG, np.uint8))
@@ -545,6 +606,8 @@ def test_the_socket_has_the_permissions_asked_for(path):
         ("staging_bytes", 1 << 30),
         ("slot_bytes", 0),
         ("slot_bytes", 1 << 30),
+        ("ring_bytes", 8 << 20),
+        ("ring_bytes", 1 << 30),
     ],
 )
 def test_a_value_that_cannot_work_is_refused(field, value):
