@@ -177,10 +177,8 @@ class StagedSource:
 
 def _copied(payload: SourcePayload, chunk: Chunk) -> Bytes:
     memory = np.empty(chunk.nbytes, dtype=np.uint8)
-    staged = payload.stage(chunk, lambda: memory)
-    if not np.may_share_memory(staged, memory):
-        memory[:] = staged
-    return memory
+    staged: Bytes = payload.stage(chunk, lambda: memory)
+    return staged if np.may_share_memory(staged, memory) else staged.copy()
 
 
 class ImageSource:

@@ -49,7 +49,7 @@ class Payloads(Registry):
 
     def flip(self, op: Op, plane: Any, tag: int) -> None:
         """Flip a bit of this chunk when it arrives."""
-        for transport in self.transports_of(plane.process):
+        for transport in plane._peers.transports.values():  # another plane of this process may use the same tag
             transport.faults.corrupt(
                 tag=tag, offset_bytes=self.random.randrange(4096), mask=1 << self.random.randrange(8)
             )
