@@ -76,6 +76,8 @@ class LimitsConfig(Section):
     max_message_bytes: int = Field(default=_LIMITS.max_message_bytes, ge=1 << 16, le=1 << 30)
     max_snapshots: int = Field(default=100_000, ge=1)
     max_transfers: int = Field(default=256, ge=1)
+    """At a time. Of these, of sessions and of calls one tenant gets one more only while others could have as many as
+    it has: never more than half."""
     max_sessions: int = Field(default=1024, ge=1)
     max_readers: int = Field(default=4096, ge=0)
     """Views that are mapped at a time; who asks for one more gets a copy."""
@@ -248,6 +250,11 @@ class Config(BaseSettings):
                     f"{name}.listen is {section.listen}: say by which address peers reach it ({name}.advertise)"
                 )
         return self
+
+    @property
+    def has_tenants(self) -> bool:
+        """Whether callers have identities, and share this node with others."""
+        return self.tls is not None
 
     @property
     def tcp_listen(self) -> tuple[str, int]:

@@ -96,7 +96,7 @@ class Daemon:
     def _make_server(self) -> grpc.aio.Server:
         most = self._config.limits.max_message_bytes
         server = grpc.aio.server(
-            interceptors=[MalformedRequests(), OtherServices(self._callers, self._audit)],
+            interceptors=[MalformedRequests(), OtherServices(self._callers, self._audit, self._node.calls)],
             maximum_concurrent_rpcs=self._config.limits.max_calls,
             options=[
                 ("grpc.so_reuseport", 0),  # else a second daemon would share the port, unnoticed

@@ -18,16 +18,18 @@ from hurray_server.config import Config
 from hurray_server.firewall import Firewall
 from hurray_server.mover_config import MoverConfig
 from hurray_server.mover_link import MoverLink
+from hurray_server.principal import tenant_of
 from hurray_server.quotas import Charge, Quotas
 from hurray_server.readers import Readers
 from hurray_server.requests import Requests
 from hurray_server.sessions import Sessions
+from hurray_server.shares import Share
 from hurray_server.store import Contents, Snapshot, Store
 from hurray_server.tally import Tally
 from hurray_server.transfers import Transfer
 from hurray_server.trust_config import read_quotas
 from hurray_wire.credentials import WatchedCredentials
-from hurray_wire.errors import HurrayError, KeyExpired, LimitExceeded, NodeDraining
+from hurray_wire.errors import HurrayError, KeyExpired, NodeDraining
 from hurray_wire.v1 import mover_pb2 as mpb
 
 _log = structlog.get_logger("hurray.node")
@@ -71,6 +73,7 @@ class Node:
         self.sessions: Final = Sessions(
             self.link,
             max_sessions=config.limits.max_sessions,
+            divided=config.has_tenants,
             data_identity=_data_identity(config),
             firewall=firewall,
         )
@@ -82,11 +85,18 @@ class Node:
             max_snapshots=config.limits.max_snapshots,
             generation=generations_before(time.time()),
             on_removed=self._removed,
+            tenant_of=tenant_of if config.has_tenants else lambda _: "",
         )
         self.readers: Final = Readers(self.store)
         self.requests: Final = Requests()
+        self.calls: Final = Share(
+            "calls", "max_calls", config.limits.max_calls, divided=config.has_tenants, retry_after_s=1.0
+        )
         self.transfers: set[Transfer[Any]] = set()
         """Those whose outcome is open: what limits count."""
+        self._share: Final = Share(
+            "transfers", "max_transfers", config.limits.max_transfers, divided=config.has_tenants, retry_after_s=0.2
+        )
         self._unended: set[Transfer[Any]] = set()
         self.idle: Final = asyncio.Event()
         """Set while the mover has no transfer that has not ended."""
@@ -132,13 +142,16 @@ class Node:
 
     def add(self, transfer: Transfer[Any]) -> None:
         """A transfer begins."""
+        self._share.take(transfer.tenant)
         self.transfers.add(transfer)
         self._unended.add(transfer)
         self.idle.clear()
 
     def remove(self, transfer: Transfer[Any]) -> None:
         """The outcome of a transfer is certain: it makes room for another."""
-        self.transfers.discard(transfer)
+        if transfer in self.transfers:
+            self.transfers.remove(transfer)
+            self._share.give_back(transfer.tenant)
 
     def ended(self, transfer: Transfer[Any]) -> None:
         """The mover has ended a transfer."""
@@ -151,19 +164,11 @@ class Node:
         """Whether transfers are taken."""
         return self.link.up and not self.draining
 
-    def require_ready(self, stage: str) -> None:
-        """Raises NodeDraining, DataPlaneUnavailable, LimitExceeded where no transfer can begin now."""
+    def require_ready(self, stage: str, tenant: str) -> None:
+        """Raises NodeDraining, DataPlaneUnavailable, LimitExceeded where no transfer of a tenant can begin now."""
         self.require_not_draining()
         self.link.require_up(stage)
-        most = self.config.limits.max_transfers
-        if len(self.transfers) >= most:
-            raise LimitExceeded(
-                "this node runs as many transfers as it may",
-                retry_after_s=0.2,
-                field="max_transfers",
-                offered=len(self.transfers) + 1,
-                required=f"<= {most}",
-            )
+        self._share.require(tenant)
 
     def require_not_draining(self) -> None:
         """Raises NodeDraining."""

@@ -43,6 +43,11 @@ class TenantNames:
         )
 
 
+def tenant_of(key: str) -> str:
+    """Whose a key is, where there are tenants."""
+    return key.partition("/")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Principal:
     """An authenticated caller. `address`: where the call came from, for the log. `identity`: what its certificate says;
@@ -60,7 +65,7 @@ class Principal:
 
     def owner(self, key: str) -> str:
         """The tenant that a key belongs to, which may read all that is under it."""
-        return self.tenant if self.grants is None else key.partition("/")[0]
+        return self.tenant if self.grants is None else tenant_of(key)
 
     def require(self, right: Right, key: str) -> None:
         """Raises PermissionDenied, which is the same whether or not the key exists."""

@@ -5,11 +5,11 @@ Pure: no I/O and no clock. A request is known by its tenant and id; its digest t
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from hurray_server.shares import Remembered
 from hurray_wire.errors import RequestIdReused
 from hurray_wire.v1 import transfer_pb2 as pb
 
@@ -40,9 +40,8 @@ class Requests:
     """See the module."""
 
     def __init__(self, *, max_kept: int = MAX_KEPT) -> None:
-        self._max_kept = max_kept
         self._running: dict[tuple[str, str], Running] = {}
-        self._done: OrderedDict[tuple[str, str], _Done] = OrderedDict()
+        self._done: Remembered[tuple[str, str], _Done] = Remembered(max_kept)
 
     def __len__(self) -> int:
         return len(self._running) + len(self._done)
@@ -55,7 +54,7 @@ class Requests:
         name = (tenant, request_id)
         done = self._done.get(name)
         if done is not None and done.until_s <= now_s:
-            del self._done[name]
+            self._done.drop(name)
             done = None
         known = done or self._running.get(name)
         if known is not None and known.digest != digest:
@@ -71,10 +70,10 @@ class Requests:
 
     def succeed(self, running: Running, receipt: pb.Receipt, *, lease_s: float, now_s: float) -> None:
         """It committed: retries get this receipt."""
-        name = (running.tenant, running.request_id)
-        self._done[name] = _Done(running.digest, receipt, now_s + max(lease_s, MIN_KEPT_S))
-        while len(self._done) > self._max_kept or next(iter(self._done.values())).until_s <= now_s:
-            self._done.popitem(last=False)
+        done = _Done(running.digest, receipt, now_s + max(lease_s, MIN_KEPT_S))
+        for _ in self._done.drop_oldest(lambda item: item.until_s <= now_s):
+            pass
+        self._done.add(running.tenant, (running.tenant, running.request_id), done)
         self._end(running)
 
     def fail(self, running: Running) -> None:

@@ -7,6 +7,7 @@ import functools
 import inspect
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, Final, NoReturn, Protocol, Self, TypeVar
 
 import grpc
@@ -16,6 +17,7 @@ from structlog.contextvars import bind_contextvars
 
 from hurray_server.audit import Audit, Decision
 from hurray_server.identity import Callers
+from hurray_server.shares import Share
 from hurray_server.tally import Tally
 from hurray_wire.errors import Cancelled, HurrayError, InternalError, ProtocolViolation
 from hurray_wire.status import STATUS_TRAILER, cut_text, to_status
@@ -47,6 +49,10 @@ class Answering(Protocol):
     def tally(self) -> Tally:
         """Counts those that come to nothing."""
 
+    @property
+    def calls(self) -> Share:
+        """Those that run."""
+
 
 def answers(method: Callable[..., Awaitable[Any]]) -> Callable[[Any, Any, Context], Awaitable[Any]]:
     """Find out who calls, end the call with the status of what its handler raised, and tell the audit log. A fault of
@@ -62,9 +68,9 @@ def answers(method: Callable[..., Awaitable[Any]]) -> Callable[[Any, Any, Contex
         async def work() -> object:
             if isinstance(request, _Malformed):
                 raise not_a_message()
-            return await method(
-                self, _Requests(context) if isinstance(request, AsyncIterator) else request, context, decision
-            )
+            asked = _Requests(context) if isinstance(request, AsyncIterator) else request
+            with self.calls.taken(decision.caller.tenant):
+                return await method(self, asked, context, decision)
 
         answer, error = await judge(self, decision, context, work)
         if error is not None:
@@ -158,9 +164,10 @@ class MalformedRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
 class OtherServices(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic when it runs
     """Health and reflection answer whoever may call the service itself: a certificate that is a tenant's."""
 
-    def __init__(self, callers: Callers, audit: Audit) -> None:
+    def __init__(self, callers: Callers, audit: Audit, calls: Share) -> None:
         self._callers = callers
         self._audit = audit
+        self._calls = calls
 
     async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
         """See grpc.aio.ServerInterceptor."""
@@ -172,25 +179,31 @@ class OtherServices(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no
         behave = getattr(handler, f"{requests}_{responses}")
 
         async def answer(request: Any, context: Context) -> Any:
-            await self._admit(method, context)
-            return await behave(request, context)
+            async with self._admitted(method, context):
+                return await behave(request, context)
 
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            await self._admit(method, context)
-            async for message in behave(request, context):
-                yield message
+            async with self._admitted(method, context):
+                async for message in behave(request, context):
+                    yield message
 
         guarded = stream if inspect.isasyncgenfunction(behave) else answer
         make = getattr(grpc, f"{requests}_{responses}_rpc_method_handler")
         return make(guarded, handler.request_deserializer, handler.response_serializer)
 
-    async def _admit(self, method: str, context: Context) -> None:
+    @asynccontextmanager
+    async def _admitted(self, method: str, context: Context) -> AsyncIterator[None]:
         try:
-            self._callers.principal(context)
+            tenant = self._callers.principal(context).tenant
+            self._calls.take(tenant)
         except HurrayError as error:
             _log.info("call failed", method=method, reason=error.reason, error=str(error))
             self._audit.record(Decision(method, context.peer()), error)
             await abort(context, error)
+        try:
+            yield
+        finally:
+            self._calls.give_back(tenant)
 
 
 def not_a_message() -> ProtocolViolation:

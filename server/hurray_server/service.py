@@ -73,6 +73,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
         self.callers: Final = callers
         self.audit: Final = audit
         self.tally: Final = node.tally
+        self.calls: Final = node.calls
         self._node = node
         self._on_drain = on_drain
         self._version = version("hurray-transfer")  # read from a file: once, while there are descriptors to open it
@@ -194,7 +195,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
             known = node.requests.look_up(principal.tenant, offer.request_id, digest, node.now_s())
             if isinstance(known, pb.Receipt):
                 return known
-            node.require_ready("offer")
+            node.require_ready("offer", principal.tenant)
             if known is None:
                 return node.requests.begin(principal.tenant, offer.request_id, digest)
             await self._wait(known.waiters.append, budget.left_s(), "retry")
@@ -204,7 +205,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
         lease_s = self._lease_s(offer.lease if offer.HasField("lease") else None)
         if len(offer.tensors) > INLINE_TENSORS or len(offer.token_counts) > INLINE_TOKEN_COUNTS:
             offered = await asyncio.to_thread(read_offer, offer, node.limits)
-            node.require_ready("offer")  # others may have begun meanwhile, or a drain
+            node.require_ready("offer", principal.tenant)  # others may have begun meanwhile, or a drain
         else:
             offered = read_offer(offer, node.limits)
         session = node.sessions.find(principal, offer.incarnation)
@@ -255,7 +256,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
         _name(decision, first.open, Right.GET, *([Right.DELETE] if first.open.consume else []))
         check_transports(first.open.transports)
         node.sessions.find(principal, first.open.incarnation)
-        node.require_ready("offer")
+        node.require_ready("offer", principal.tenant)
         with ExitStack() as undo:
             end_slot = node.quotas.begin_transfer(principal.tenant)
             undo.callback(end_slot)
@@ -263,7 +264,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
             undo.callback(node.store.unpin, pin)
             _note(decision, pin.snapshot)
             session = node.sessions.find(principal, first.open.incarnation)
-            node.require_ready("offer")
+            node.require_ready("offer", principal.tenant)
             node.link.require_up("offer")
             # The caller is the target: its order counts.
             wanted = [kind for kind in first.open.transports if kind in session.transports]

@@ -12,11 +12,11 @@ import structlog
 from hurray_server.firewall import Address, Firewall
 from hurray_server.mover_link import MoverLink
 from hurray_server.principal import Principal
+from hurray_server.shares import Share
 from hurray_wire.errors import (
     CapabilityMismatch,
     HurrayError,
     InvalidRequest,
-    LimitExceeded,
     PeerUnavailable,
 )
 from hurray_wire.messages import PROTOCOL_VERSION, check_transports, choose_transport
@@ -49,20 +49,21 @@ class Session:
 
 
 class Sessions:
-    """Sessions by tenant and incarnation of the peer: one each. `data_identity`: whose the certificate of this node's
-    tls data connections is. `firewall`: keeps peers without a session away from UCX."""
+    """Sessions by tenant and incarnation of the peer: one each. `divided`: see Share. `data_identity`: whose the
+    certificate of this node's tls data connections is. `firewall`: keeps peers without a session away from UCX."""
 
     def __init__(
         self,
         link: MoverLink,
         *,
         max_sessions: int,
+        divided: bool = False,
         data_identity: Callable[[], str] = str,
         firewall: Firewall | None = None,
     ) -> None:
         self._link = link
         self._firewall = firewall
-        self._max_sessions = max_sessions
+        self._share = Share("sessions", "max_sessions", max_sessions, divided=divided, retry_after_s=1.0)
         self._data_identity = data_identity
         self._sessions: dict[tuple[str, int], Session] = {}
         self._by_peer: dict[int, Session] = {}
@@ -151,6 +152,7 @@ class Sessions:
             return False
         del self._by_peer[session.peer]
         del self._sessions[session.principal.tenant, session.incarnation]
+        self._share.give_back(session.principal.tenant)
         return True
 
     def _shut_out(self, session: Session) -> None:
@@ -166,14 +168,8 @@ class Sessions:
             if not known.is_open:
                 raise PeerUnavailable("a session of this process is being opened", stage="session")
             known.end(PeerUnavailable("this process opened another session", stage="session"))
-        elif len(self._sessions) >= self._max_sessions:
-            raise LimitExceeded(
-                "this node has as many sessions as it may",
-                retry_after_s=1.0,
-                field="max_sessions",
-                offered=len(self._sessions) + 1,
-                required=f"<= {self._max_sessions}",
-            )
+        else:
+            self._share.take(principal.tenant)
         peer = known.peer if known is not None else uuid.uuid4().int >> 64
         session = self._sessions[name] = self._by_peer[peer] = Session(principal, incarnation, peer)
         return session

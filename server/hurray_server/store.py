@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from hurray_server.shares import Remembered
 from hurray_wire.errors import (
     HurrayError,
     KeyBusy,
@@ -114,7 +115,7 @@ class _Tombstone:
 
 class Store:
     """See the module. `generation`: the last one that was given before, by whoever held these keys until now.
-    `on_removed(snapshot, reason)`: it was taken off its key."""
+    `on_removed(snapshot, reason)`: it was taken off its key. `tenant_of`: whose a key is."""
 
     def __init__(
         self,
@@ -125,12 +126,13 @@ class Store:
         on_removed: Callable[[Snapshot, type[HurrayError]], None] = lambda _snapshot, _reason: None,
         tombstone_s: float = TOMBSTONE_S,
         max_tombstones: int = MAX_TOMBSTONES,
+        tenant_of: Callable[[str], str] = lambda _: "",
     ) -> None:
         self._free = free
         self._on_removed = on_removed
         self._max_snapshots = max_snapshots
         self._tombstone_s = tombstone_s
-        self._max_tombstones = max_tombstones
+        self._tenant_of = tenant_of
         self._generation = generation
         self._snapshots: dict[str, Snapshot] = {}
         self._keys: list[str] = []
@@ -140,7 +142,7 @@ class Store:
         self._leases: list[tuple[float, str, int]] = []
         self._limits: OrderedDict[Pin, float] = OrderedDict()
         """When readers will have stayed too long, in that order."""
-        self._tombstones: OrderedDict[tuple[str, int], _Tombstone] = OrderedDict()
+        self._tombstones: Remembered[tuple[str, int], _Tombstone] = Remembered(max_tombstones)
         self._last_dead: dict[str, int] = {}
         self._waiters: dict[str, dict[object, Callable[[], None]]] = {}
 
@@ -355,21 +357,22 @@ class Store:
     def _remove(self, key: str, reason: type[HurrayError], now_s: float) -> None:
         snapshot = self._snapshots.pop(key)
         del self._keys[bisect_left(self._keys, key)]
-        self._tombstones[key, snapshot.generation] = _Tombstone(reason, now_s)
         self._last_dead[key] = snapshot.generation
         self._drop_tombstones(now_s)
         self._on_removed(snapshot, reason)
+        forgotten = self._tombstones.add(self._tenant_of(key), (key, snapshot.generation), _Tombstone(reason, now_s))
+        if forgotten is not None:
+            self._forget_dead(*forgotten)
         if snapshot.generation not in self._readers:
             self._free(snapshot.contents.memory)
 
     def _drop_tombstones(self, now_s: float) -> None:
-        while self._tombstones:
-            (key, generation), oldest = next(iter(self._tombstones.items()))
-            if len(self._tombstones) <= self._max_tombstones and oldest.died_s + self._tombstone_s > now_s:
-                return
-            del self._tombstones[key, generation]
-            if self._last_dead.get(key) == generation:
-                del self._last_dead[key]
+        for name in self._tombstones.drop_oldest(lambda item: item.died_s + self._tombstone_s <= now_s):
+            self._forget_dead(*name)
+
+    def _forget_dead(self, key: str, generation: int) -> None:
+        if self._last_dead.get(key) == generation:
+            del self._last_dead[key]
 
     def _until_next_expiry(self, now_s: float) -> float | None:
         at = self.next_expiry_s()

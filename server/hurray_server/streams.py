@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -82,6 +82,7 @@ class TransferStream:
         self._idle_since_s: float | None = self._loop.time()
         """None while it carries a transfer."""
         self._timer = self._loop.call_later(FIRST_MESSAGE_S, self._look)
+        self._ending = ExitStack()
         self._begun = asyncio.Event()
         """Nothing is read while a transfer is being begun."""
 
@@ -107,13 +108,15 @@ class TransferStream:
                 # Of a kept stream the next first message may be on its way: whoever sent it learns why none is taken.
                 await abort(self._context, NodeDraining("the node is shutting down", stage="offer"))
         finally:
+            self._ending.close()
             undrain()
             self._timer.cancel()
             reader.cancel()
 
     async def _first(self) -> Any:
         try:
-            self._servicer.callers.principal(self._context)
+            tenant = self._servicer.callers.principal(self._context).tenant
+            self._ending.enter_context(self._servicer.calls.taken(tenant))
         except HurrayError as error:
             return error
         first = await self._firsts.get()

@@ -82,6 +82,7 @@ class Transfer(ABC, Generic[MessageT]):
     ) -> None:
         """`end_slot` is called when it is over. Raises DataPlaneUnavailable."""
         self.number: Final = node.link.new_transfer(self)
+        self.tenant: Final = session.principal.tenant
         self.messages: Mailbox[MessageT | None] = Mailbox()
         self.error: HurrayError | None = None
         self.facts: dict[str, object] = {}
@@ -101,7 +102,7 @@ class Transfer(ABC, Generic[MessageT]):
             "key": key,
             "request_id": request_id,
             "transport": transport,
-            "tenant": session.principal.tenant,
+            "tenant": self.tenant,
             "peer": f"{session.peer:016x}",
         }
         """For the log."""

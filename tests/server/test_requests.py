@@ -11,8 +11,8 @@ from hurray_wire.v1 import transfer_pb2 as pb
 RECEIPT = pb.Receipt(generation=3)
 
 
-def done(requests: Requests, request_id: str, *, lease_s: float = 1.0, now_s: float = 0.0) -> None:
-    requests.succeed(requests.begin("t", request_id, b"d"), RECEIPT, lease_s=lease_s, now_s=now_s)
+def done(requests: Requests, request_id: str, *, tenant: str = "t", lease_s: float = 1.0, now_s: float = 0.0) -> None:
+    requests.succeed(requests.begin(tenant, request_id, b"d"), RECEIPT, lease_s=lease_s, now_s=now_s)
 
 
 def test_a_retry_of_a_success_gets_the_first_receipt() -> None:
@@ -76,6 +76,16 @@ def test_receipts_are_bounded_in_number_and_leave_when_their_time_is_over() -> N
     assert requests.look_up("t", "b", b"d", 0.0) == RECEIPT
     done(requests, "d", now_s=MIN_KEPT_S)
     assert len(requests) == 1
+
+
+def test_no_tenant_has_the_receipts_of_another_forgotten() -> None:
+    requests = Requests(max_kept=3)
+    done(requests, "mine", tenant="quiet")
+    for number in range(9):
+        done(requests, f"{number}", tenant="busy")
+    assert requests.look_up("quiet", "mine", b"d", 0.0) == RECEIPT
+    assert requests.look_up("busy", "6", b"d", 0.0) is None
+    assert requests.look_up("busy", "7", b"d", 0.0) == RECEIPT
 
 
 def test_after_a_loss_retries_run_anew() -> None:

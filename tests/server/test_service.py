@@ -20,6 +20,7 @@ from hurray_server.audit import Audit
 from hurray_server.daemon import SERVICE_NAME
 from hurray_server.identity import LocalCallers
 from hurray_server.service import Service, _write
+from hurray_server.shares import Share
 from hurray_server.tally import Tally
 from hurray_wire.descriptor import build_descriptor
 from hurray_wire.dtypes import BY_NAME
@@ -117,7 +118,9 @@ def test_a_fault_of_the_node_is_told_by_its_log_id_only() -> None:
             self.error = from_trailers(code.name, message, trailers)
             raise grpc.aio.AbortError
 
-    context, service = Context(), Service(SimpleNamespace(tally=Tally()), LocalCallers(), Audit(None), lambda _: None)  # type: ignore[arg-type]
+    calls = Share("calls", "max_calls", 9, divided=False, retry_after_s=1.0)
+    node = SimpleNamespace(tally=Tally(), calls=calls)
+    context, service = Context(), Service(node, LocalCallers(), Audit(None), lambda _: None)  # type: ignore[arg-type]
     with pytest.raises(grpc.aio.AbortError):
         asyncio.run(service.GetNode(pb.GetNodeRequest(), context))  # type: ignore[arg-type]
     assert isinstance(context.error, InternalError)

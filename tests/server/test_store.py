@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from hurray_server.node import generations_before
+from hurray_server.principal import tenant_of
 from hurray_server.store import Claim, Contents, Pin, Store
 from hurray_wire.errors import (
     HurrayError,
@@ -42,11 +44,11 @@ def contents(memory: int, held_bytes: int = 4096) -> Contents:
 class Setup:
     """A store whose clock stands still until told, and what it freed."""
 
-    def __init__(self, **bounds: float) -> None:
+    def __init__(self, **bounds: Any) -> None:
         self.freed: list[int] = []
         self.memory = 0
         self.now_s = 0.0
-        self.store = Store(self.freed.append, **({"max_snapshots": 100} | bounds))  # type: ignore[arg-type]
+        self.store = Store(self.freed.append, **({"max_snapshots": 100} | bounds))
 
     def put(self, key: str, *, lease_s: float = 60.0, overwrite: bool = False) -> int:
         self.memory += 1
@@ -96,6 +98,17 @@ def test_tombstones_end_after_their_time_and_above_their_number() -> None:
     assert setup.reason("b") is KeyDeleted
     setup.now_s = 10.0
     assert setup.reason("b") is setup.reason("c") is KeyNotFound
+
+
+def test_no_tenant_has_the_tombstones_of_another_forgotten() -> None:
+    setup = Setup(max_tombstones=2, tenant_of=tenant_of)
+    setup.put("quiet/k")
+    setup.store.delete("quiet/k", 0, 0.0)
+    for number in range(5):
+        setup.put(f"busy/{number}")
+        setup.store.delete(f"busy/{number}", 0, 0.0)
+    assert setup.reason("quiet/k") is setup.reason("busy/4") is KeyDeleted
+    assert setup.reason("busy/3") is KeyNotFound
 
 
 def test_a_reader_keeps_what_it_pinned_until_it_is_done() -> None:

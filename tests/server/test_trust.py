@@ -27,6 +27,7 @@ from hurray_wire.errors import (
     HurrayError,
     KeyExists,
     KeyNotFound,
+    LimitExceeded,
     PeerUnavailable,
     PermissionDenied,
     ProtocolViolation,
@@ -512,6 +513,44 @@ def test_transfers_at_a_time_are_counted_with_those_that_wait(bounded: Identifie
         for stream in waits:
             stream.cut()
         eventually(lambda: type(stream_error(c.stub.Get, opening(c, "c/none"))) is KeyNotFound, 10, "nobody waits")
+
+
+LIMITS = "[limits]\nmax_sessions = 4\nmax_transfers = 4\nmax_calls = 16\n"
+
+
+def test_no_tenant_takes_all_sessions_transfers_or_calls(tmp_path: Path) -> None:
+    prepared = Prepared.of(snapshot(layers=4, pages=8), chunk_bytes=8192)
+    with identified_daemon(tmp_path, LIMITS) as node, node.raw("a") as a, node.raw("a") as other, node.raw("b") as b:
+        error = stream_error(a.stub.Session, a.hello(incarnation=7))
+        assert type(error) is LimitExceeded
+        assert (error.field, error.message) == (
+            "max_sessions",
+            "this tenant has as many sessions as are left for others",
+        )
+        for client in (a, other):
+            client.put(prepared, prepared.offer(fresh("a/"), client.incarnation), ready_tensors=1).accepted.result(
+                WAIT_S
+            )
+        error = put_error(a, fresh("a/"))
+        assert type(error) is LimitExceeded
+        assert error.field == "max_transfers"
+        b.transfer(fresh("b/"), snapshot())
+        silent = [Stream(a.stub.Get) for _ in range(9)]
+        full = eventually(lambda: refused_call(a), 10, "all calls are taken that may be")
+        assert type(full) is LimitExceeded
+        assert full.field == "max_calls"
+        assert node.told(event="refused", action="stat", tenant="a", outcome="LIMIT_EXCEEDED")
+        b.transfer(fresh("b/"), snapshot())
+        assert node.state().ready
+        for stream in silent:
+            stream.cut()
+        eventually(lambda: refused_call(a) is None, 10, "the calls are over")
+
+
+def refused_call(client: RawClient) -> HurrayError | None:
+    """Why a call is refused that otherwise finds nothing."""
+    error = refusal(lambda: client.stub.Stat(pb.StatRequest(key="a/none"), timeout=5))
+    return None if type(error) is KeyNotFound else error
 
 
 def test_what_fails_or_is_lost_is_charged_to_nobody(bounded: Identified) -> None:
