@@ -27,21 +27,7 @@ simulate: $(INSTALLED) ## 10,000 transfers among faults, from a seed; ARGS="--se
 	@PYTHONPATH=tests $(BIN)/python -m simulation $(ARGS)
 
 fuzz: $(INSTALLED) ## fuzz what peers and files bring, SECONDS=60 for each target
-	@cd tests && for target in $$($(CURDIR)/$(BIN)/python -m fuzz.run --list); do \
-	  echo "$$target"; $(CURDIR)/$(BIN)/python -m fuzz.run $$target --seconds $(or $(SECONDS),60) || exit 1; \
-	done
-
-cluster-up: ## build the image, start three nodes and two workers in containers, show what decode says
-	deploy/build.sh
-	$(COMPOSE) up --detach --no-build
-	@timeout 60 $(COMPOSE) logs --follow --no-color decode | grep --max-count 3 '"verdict": "equal"' || \
-	  { $(COMPOSE) ps; $(COMPOSE) logs --tail 20; exit 1; }
-
-cluster-down: ## stop that cluster and remove all of it but the image
-	$(COMPOSE) down --volumes --remove-orphans
-
-test-cluster: $(INSTALLED) ## faults in real containers; ARGS="-k pause", SOAK_S=600 (docs/cluster.md)
-	$(BIN)/pytest tests/cluster $(ARGS)
+	@cd tests && $(CURDIR)/$(BIN)/python -m fuzz.run --seconds $(or $(SECONDS),60)
 
 check: $(INSTALLED) ## style, types, layers, generated code
 	$(BIN)/ruff check

@@ -23,9 +23,10 @@ from support.daemon import RunningDaemon, eventually, running_daemon
 from support.raw import RawClient, Stream
 
 pytest.importorskip("ucxx")
-pytestmark = pytest.mark.ucx
 
 COUNT = int(os.environ.get("ADDRESSES", "24"))
+pytestmark = [pytest.mark.ucx, pytest.mark.timeout(120 + 2 * COUNT)]
+
 SEED = 5
 
 
