@@ -138,11 +138,17 @@ class NodeInfo:
     max_snapshot_bytes: int
     max_lease_s: float
     arena: ArenaInfo
+    address: str = ""
+    """Host and port by which it says that peers reach it; empty: none but the one it listens at."""
+
+    time: datetime | None = None
+    """The clock of its host, UTC; None of a node that does not say."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; the incarnation in hex."""
         values = asdict(self)
         values["incarnation"] = f"{self.incarnation:016x}"
+        values["time"] = iso(self.time)
         return values
 
     @classmethod
@@ -167,4 +173,6 @@ class NodeInfo:
                 arena.receiving_bytes,
                 arena.quarantined_bytes,
             ),
+            address=message.address,
+            time=read_time(message.time) if message.HasField("time") else None,
         )

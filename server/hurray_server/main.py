@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -12,7 +13,7 @@ import typer
 
 from hurray_server.config import DEFAULT_CONFIG_PATH, load_config, to_toml
 from hurray_server.logs import configure_logs
-from hurray_server.preflight import preflight
+from hurray_server.preflight import checked, preflight
 from hurray_wire.errors import HurrayError
 
 EXIT_FAILED = 1
@@ -52,6 +53,7 @@ def hurrayd(  # noqa: PLR0917 -- typer's options, given by name
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     log_format: Annotated[str | None, typer.Option(help="json or text.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Check the configuration and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --check: what it comes to, as JSON.")] = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the configuration that results from all layers and exit.")
     ] = False,
@@ -80,16 +82,22 @@ def hurrayd(  # noqa: PLR0917 -- typer's options, given by name
         "drain_s": drain_s,
         "log": {"level": log_level, "format": log_format},
     }
+    settings = None
     try:
         settings = load_config(config, _given(flags))
         if not print_config:
             preflight(settings)
     except HurrayError as error:
-        typer.echo(f"hurrayd: configuration: {error.message}", err=True)
+        if check and as_json:
+            typer.echo(json.dumps(checked(settings, error)))
+        else:
+            typer.echo(f"hurrayd: configuration: {error.message}", err=True)
         raise typer.Exit(EXIT_CONFIG) from None
     if print_config:
         typer.echo(to_toml(settings))
-    if check and not print_config:
+    if check and as_json:
+        typer.echo(json.dumps(checked(settings, None)))
+    elif check and not print_config:
         typer.echo("configuration is fine")
         left_out = [f"transport {kind} left out: {reason}" for kind, reason in settings.left_out.items()]
         typer.echo("\n".join(settings.transports_config.lines() + left_out))

@@ -106,6 +106,8 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
             arena=node.link.usage.arena,
             ready=node.ready,
             ucx=mover.ucx,
+            address=node.config.advertise or "",
+            time=node.to_timestamp(node.now_s()),
         )
 
     @answers

@@ -1,4 +1,4 @@
-"""hurrayctl: put, get, ls, stat, rm, renew, node, drain, inspect, conformance, bench, certs."""
+"""hurrayctl: put, get, ls, stat, rm, renew, node, drain, inspect, conformance, bench, certs, doctor."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hurray_client import inspect as inspection
 from hurray_client.cli import output
 from hurray_client.cli.bench import bench
 from hurray_client.cli.certs import certs
+from hurray_client.cli.doctor import doctor
 from hurray_client.cli.options import (
     DEFAULT_TARGET,
     DEFAULT_TIMEOUT_S,
@@ -281,6 +282,7 @@ app.command(epilog="Example: hurrayctl bench --quick --workload paged --json")(b
 app.command(epilog="Example: hurrayctl certs pki --node decode-3=decode-3,10.0.0.3 --tenant prefill --tenant decode")(
     certs
 )
+app.command(epilog="Example: hurrayctl doctor decode-3:7411")(doctor)
 
 
 def main() -> None:

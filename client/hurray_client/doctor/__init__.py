@@ -1,0 +1,1 @@
+"""Why does it not start, why is it slow: what can be found out about this host, its configuration, and a node."""
