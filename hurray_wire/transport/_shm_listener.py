@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import socket
 import stat
 import time
@@ -26,7 +27,7 @@ _NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EN
 class Listener:
     """Listens at `path` until closed. Raises DataPlaneUnavailable where it cannot, or where someone else does."""
 
-    def __init__(self, path: str, mode: int) -> None:
+    def __init__(self, path: str, mode: int, group: str | None) -> None:
         self._path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -34,10 +35,10 @@ class Listener:
             with _directory_locked(path):
                 _remove_stale(path)
                 self._socket.bind(path)
-                os.chmod(path, mode)  # nobody connects before listen
+                _permit(path, mode, group)  # nobody connects before listen
                 self._socket.listen(_BACKLOG)
                 self._bound = _identity(path)
-        except OSError as error:
+        except (OSError, LookupError) as error:  # LookupError: there is no such group
             self._socket.close()
             raise DataPlaneUnavailable(f"cannot listen at {path}: {error}", stage="start") from error
         except BaseException:
@@ -92,6 +93,16 @@ def _directory_locked(path: str) -> Iterator[None]:
         yield
     finally:
         os.close(directory)
+
+
+def _permit(path: str, mode: int, group: str | None) -> None:
+    try:
+        if group is not None:
+            shutil.chown(path, group=int(group) if group.isdecimal() else group)
+        os.chmod(path, mode)
+    except BaseException:
+        os.unlink(path)
+        raise
 
 
 def _identity(path: str) -> tuple[int, int]:

@@ -83,6 +83,9 @@ class ShmConfig:
     mode: int = 0o660
     """Permissions of the socket: who may connect. Whoever does must then prove to be a peer."""
 
+    group: str | None = None
+    """Name or number of the socket's group. None: the process's, or its folder's where that is setgid."""
+
     ring_bytes: int = 40 << 20
     """Memory towards each peer, made when it is first needed: more than the processor's caches hold, so that what the
     peer's core has read is no longer in its cache when it is written again."""
@@ -455,7 +458,7 @@ class ShmTransport(Transport):
         self._losing: deque[tuple[ShmEndpoint, HurrayError]] = deque()
         self._watched: dict[int, _Watcher] = {}
         self._waits_for_room: set[int] = set()
-        self._listener = Listener(config.path, config.mode) if config.listens else None
+        self._listener = Listener(config.path, config.mode, config.group) if config.listens else None
         self._poll = select.epoll()
         if self._listener is not None:
             self._watch(self._listener.fileno(), self)

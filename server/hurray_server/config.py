@@ -90,6 +90,9 @@ class ShmSection(Section):
 
     path: str | None = None
     """The socket by which they find each other; None: the usual path, which need not be had."""
+    group: str | None = Field(default=None, min_length=1)
+    """Name or number of the group whose processes may connect, beside those of hurrayd's own user. None: hurrayd's own,
+    or that of the socket's folder where the folder is setgid."""
 
     @field_validator("path")
     @classmethod
@@ -313,7 +316,7 @@ class Config(BaseSettings):
     def transports_config(self) -> TransportsConfig:
         """What the mover is told to start."""
         tcp, ucx = _sockets(self.tcp_listen, self.tcp.advertise), self.ucx.transport
-        shm = ShmConfig(path=self.shm.path or DEFAULT_PATH, listens=True)
+        shm = ShmConfig(path=self.shm.path or DEFAULT_PATH, listens=True, group=self.shm.group)
         if self.tls is None:
             tls = credentials = None
         else:
@@ -327,7 +330,7 @@ class Config(BaseSettings):
             return TransportsConfig(self.transports, shm=shm, tcp=tcp, ucx=ucx, tls=tls, credentials=credentials)
         return TransportsConfig(
             kinds=tuple(kind for kind in KINDS if kind not in self.left_out),
-            optional=("ucx",) if self.shm.path else ("shm", "ucx"),
+            optional=("ucx",) if self.shm.path or self.shm.group else ("shm", "ucx"),
             by_merit=True,
             shm=shm,
             tcp=tcp,

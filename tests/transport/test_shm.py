@@ -1,3 +1,4 @@
+import grp
 import hashlib
 import json
 import os
@@ -591,6 +592,20 @@ def test_a_directory_that_is_not_there_is_the_data_plane_unavailable(tmp_path):
 def test_the_socket_has_the_permissions_asked_for(path):
     with closing(ShmTransport(ShmConfig(path=path, listens=True, mode=0o620))):
         assert stat.S_IMODE(os.lstat(path).st_mode) == 0o620
+
+
+def test_the_socket_is_for_the_group_asked_for(path):
+    for group in (str(12345 if os.geteuid() == 0 else os.getegid()), grp.getgrgid(os.getegid()).gr_name):
+        with closing(ShmTransport(ShmConfig(path=path, listens=True, group=group))):
+            found = os.lstat(path)
+            assert stat.S_IMODE(found.st_mode) == 0o660
+            assert found.st_gid == (int(group) if group.isdecimal() else os.getegid())
+
+
+def test_a_group_that_is_not_there_is_the_data_plane_unavailable(path):
+    with pytest.raises(DataPlaneUnavailable, match="nosuchgroup"):
+        ShmTransport(ShmConfig(path=path, listens=True, group="nosuchgroup"))
+    assert not os.path.lexists(path)
 
 
 @pytest.mark.parametrize(
