@@ -7,7 +7,8 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose) \
-  --project-name hurray --file deploy/compose.yaml
+  --project-name $(PROJECT) --file deploy/compose.yaml
+PROJECT := hurray
 
 .PHONY: help demo test test-cluster test-vllm simulate fuzz check bench bench-peers cluster-up cluster-down
 
@@ -28,6 +29,18 @@ simulate: $(INSTALLED) ## 10,000 transfers among faults, from a seed; ARGS="--se
 
 fuzz: $(INSTALLED) ## fuzz what peers and files bring, SECONDS=60 for each target
 	@cd tests && $(CURDIR)/$(BIN)/python -m fuzz.run --seconds $(or $(SECONDS),60)
+
+cluster-up: ## build the image, start three nodes and two workers in containers, show what decode says
+	deploy/build.sh >/dev/null
+	$(COMPOSE) up --detach --no-build
+	@timeout 60 $(COMPOSE) logs --follow --no-color decode | grep --max-count 3 '"verdict": "equal"' || \
+	  { $(COMPOSE) ps; $(COMPOSE) logs --tail 20; exit 1; }
+
+cluster-down: ## stop that cluster and remove all of it but the image
+	$(COMPOSE) down --volumes --remove-orphans
+
+test-cluster: $(INSTALLED) ## faults in real containers; ARGS="-k pause", SOAK_S=600 (docs/cluster.md)
+	$(BIN)/pytest tests/cluster $(ARGS)
 
 check: $(INSTALLED) ## style, types, layers, generated code
 	$(BIN)/ruff check

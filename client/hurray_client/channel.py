@@ -60,6 +60,8 @@ def channel_options(config: ClientConfig) -> list[tuple[str, Any]]:
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
+        # A name that fails is looked up again soon, not after 30 s: the node may have come back elsewhere.
+        ("grpc.dns_min_time_between_resolutions_ms", 1000),
         # A proxy from the environment would see loopback calls, and could not pass keepalive on.
         ("grpc.enable_http_proxy", 0),
     ]

@@ -2,14 +2,18 @@
 
 A line of JSON per command: {"do": "put" | "get" | "small", "key", "node", "transport", "mib", "at", "budget_s"}. With
 `at`, 0 to 1, it says {"middle": true} once that part of the chunks has moved, and waits for a line. Then a line of JSON
-with what came of it, how long it took, and when by the host's monotonic clock.
+with what came of it, how long it took, and when by the host's monotonic clock. {"do": "load", "nodes": [...], ...} goes
+on until there is a line.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import select
 import sys
 import time
+from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -20,6 +24,7 @@ import hurray_client as ht
 from hurray_wire.image import Chunk
 from hurray_wire.payload import ImageTarget, ScatterTarget, SnapshotSource
 
+PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED")
 LAYERS, PAGE_SIZE, HEADS, HEAD_DIM = 8, 16, 8, 64
 PAGES_PER_MIB = 4
 Pools = dict[tuple[int | None, str], npt.NDArray[np.float16]]
@@ -118,6 +123,27 @@ def small(node: ht.Client, key: str, mib: int, budget_s: float, transport: str) 
         return got.receipt.transport
 
 
+def load(nodes: list[str], transport: str, mib: int, budget_s: float, key: str) -> None:
+    """Handoffs, one after the other, to one node after the other, until there is a line to read: how many, what those
+    that failed failed of, and the longest that one took."""
+    outcomes: Counter[str] = Counter()
+    unexpected, slowest_s = [], 0.0
+    for number, node in enumerate(itertools.cycle(nodes)):
+        if select.select([sys.stdin], [], [], 0)[0]:
+            break
+        began_s = time.monotonic()
+        try:
+            small(client(node, transport), f"{key}/{number}", mib, budget_s, transport)
+            outcomes["OK"] += 1
+        except ht.HurrayError as error:
+            outcomes[error.reason] += 1
+            if error.code not in PASSING or not error.stage:
+                unexpected.append(str(error))
+        slowest_s = max(slowest_s, time.monotonic() - began_s)
+    sys.stdin.readline()
+    answer(outcomes=outcomes, unexpected=unexpected, slowest_s=slowest_s)
+
+
 WORK = {"put": put, "get": get, "small": small}
 
 
@@ -125,14 +151,16 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         do, at = order.pop("do"), order.pop("at", None)
-        node = client(order.pop("node"), order["transport"])
         snapshot(order["mib"])
+        if do == "load":
+            load(**order)
+            continue
         gate = None
         if at is not None:
             gate = Gate(SOURCES, "stage", at) if do == "put" else Gate(TARGETS, "arrived", at)
         began_s = time.monotonic()
         try:
-            transport = WORK[do](node, **order)
+            transport = WORK[do](client(order.pop("node"), order["transport"]), **order)
         except ht.HurrayError as error:
             now_s = time.monotonic()
             said = {"reason": error.reason, "code": error.code, "stage": error.stage, "text": str(error)}

@@ -9,36 +9,27 @@ from pathlib import Path
 import pytest
 
 from cluster import matrix
+from cluster.engine import ROOT, remove_leavings, require_engine
 from cluster.harness import Cluster, cluster
-from cluster.engine import ROOT, Engine, remove_leavings, require_engine
 
 BUILD_S = 900
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def image() -> None:
     """Built from this tree; quick where it was built before."""
     require_engine()
+    remove_leavings()
     built = subprocess.run(
         [ROOT / "deploy/build.sh"], capture_output=True, text=True, timeout=BUILD_S, check=False, cwd=ROOT
     )
     assert built.returncode == 0, built.stdout[-3000:] + built.stderr[-3000:]
 
 
-@pytest.fixture(scope="module")
-def engine(image: None) -> Iterator[Engine]:
-    remove_leavings()
-    made = Engine()
-    try:
-        yield made
-    finally:
-        made.remove_all()
-
-
-@pytest.fixture(scope="module")
-def bare(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+@pytest.fixture
+def bare(tmp_path: Path) -> Iterator[Cluster]:
     """A network without nodes."""
-    with cluster(engine, tmp_path_factory.mktemp("pki")) as made:
+    with cluster(tmp_path) as made:
         yield made
 
 

@@ -51,13 +51,13 @@ class Engine:
     tag: str = field(default_factory=lambda: f"hurray-{uuid.uuid4().hex[:6]}")
 
     @property
-    def _label(self) -> str:
-        return f"{LABEL}={os.getpid()}"
+    def _labels(self) -> tuple[str, ...]:
+        return ("--label", f"{LABEL}={os.getpid()}", "--label", f"{LABEL}.tag={self.tag}")
 
     def make_network(self) -> tuple[str, str]:
         """A network that leads nowhere else; its name, and the beginning of all its addresses."""
         name = f"{self.tag}-net"
-        create = ("network", "create", "--internal", "--label", self._label)
+        create = ("network", "create", "--internal", *self._labels)
         docker(*create, name)
         subnet = json.loads(docker("network", "inspect", name))[0]["IPAM"]["Config"][0]["Subnet"]
         # Once more, with the one that it chose: only where it was named do addresses stay.
@@ -66,22 +66,21 @@ class Engine:
         return name, subnet.rpartition(".")[0]
 
     def make_volume(self, name: str) -> str:
-        docker("volume", "create", "--label", self._label, f"{self.tag}-{name}")
+        docker("volume", "create", *self._labels, f"{self.tag}-{name}")
         return f"{self.tag}-{name}"
 
     def create(self, name: str, options: Sequence[str], command: Sequence[str]) -> str:
         """A container that does not run yet; its name."""
         full = f"{self.tag}-{name}"
-        docker("create", "--name", full, "--label", self._label, "--init", *options, IMAGE, *command)
+        docker("create", "--name", full, *self._labels, "--init", *options, IMAGE, *command)
         return full
 
     def remove_all(self) -> None:
-        remove(os.getpid())
+        _remove(f"{LABEL}.tag={self.tag}")
 
 
-def remove(pid: int) -> None:
-    """What the run with this process id has made."""
-    mine = ("--quiet", "--filter", f"label={LABEL}={pid}")
+def _remove(label: str) -> None:
+    mine = ("--quiet", "--filter", f"label={label}")
     for listing, removal in (
         (("ps", "--all"), ("rm", "--force", "--volumes")),
         (("network", "ls"), ("network", "rm")),
@@ -93,9 +92,10 @@ def remove(pid: int) -> None:
 
 def remove_leavings() -> None:
     """What runs left behind that were killed."""
-    for name in docker("ps", "--all", "--filter", f"label={LABEL}", "--format", f'{{{{.Label "{LABEL}"}}}}').split():
-        if not Path(f"/proc/{name}").exists():
-            remove(int(name))
+    listed = docker("ps", "--all", "--filter", f"label={LABEL}", "--format", f'{{{{.Label "{LABEL}"}}}}')
+    for pid in set(listed.split()):
+        if not Path(f"/proc/{pid}").exists():
+            _remove(f"{LABEL}={pid}")
 
 
 @dataclass

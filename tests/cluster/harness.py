@@ -7,20 +7,21 @@ import queue
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import hurray_client as ht
-from cluster.engine import ROOT, Container, Engine, docker
+from cluster.engine import Container, Engine, docker
 from hurray_client.certs import CA_CERTIFICATE, Authority, write_files
 from support.daemon import eventually
 
 TENANT = "tests"
 TRANSPORTS = ("shm", "tls", "tcp", "ucx")
 PORT = 7411
+TESTS = Path(__file__).parent
 START_S = 60.0
 """Of a container until what is in it works, on a busy machine."""
 
@@ -46,7 +47,7 @@ bytes = "{arena_mib}MiB"
 path = "/run/hurray/hurrayd.sock"
 [tcp]
 listen = "0.0.0.0:7414"
-advertise = "{host}"
+advertise = "{advertised}"
 [ucx]
 net_devices = ["eth0"]
 trusted = ["eth0"]
@@ -108,22 +109,21 @@ class Node(Container):
                 with suppress(ht.KeyNotFound, ht.KeyDeleted, ht.KeyExpired, ht.SnapshotLost):
                     client.delete(info.key)
 
-    def balanced(self, held_keys: bool = False) -> str:
-        """How its books are once nothing runs any more: "balanced" where every byte is free, or else held by keys."""
+    def balanced(self, held_bytes: int = 0) -> str:
+        """How its books are once nothing runs any more: "balanced" where so much is held, and all else is free."""
 
-        def off() -> str | None:
+        def whole() -> bool:
             with suppress(ht.HurrayError), self.connect() as client:
                 arena = client.node(timeout_s=5).arena
-                held = sum(info.held_bytes for info in client.list()) if held_keys else 0
-                if arena.free_bytes + held == arena.total_bytes:
-                    return "balanced"
-            return None
+                return arena.held_bytes == held_bytes and arena.free_bytes + held_bytes == arena.total_bytes
+            return False
 
         try:
-            return str(eventually(off, SETTLED_S, "books"))
+            eventually(whole, SETTLED_S)
         except AssertionError:
             with self.connect() as client:
                 return f"UNBALANCED {client.node().arena}"
+        return "balanced"
 
 
 class Agent(Container):
@@ -199,7 +199,6 @@ class Cluster:
     network: str
     prefix: str
     pki: Path
-    stack: ExitStack
     nodes: dict[str, Node] = field(default_factory=dict)
     agents: dict[str, Agent] = field(default_factory=dict)
     _next: int = 10
@@ -230,28 +229,25 @@ class Cluster:
         host: str,
         *,
         arena_mib: int = 1600,
-        more: str = "",
         options: Sequence[str] = (),
-        certificate_of: str | None = None,
-        network: str | None = None,
+        reached_as: str | None = None,
+        network_of: Container | None = None,
     ) -> Node:
-        """A node that does not run yet. `network`: another one, as the container whose it is."""
-        address = self.address()
-        if certificate_of is None:
-            self.issue(host, address)
+        """A node that does not run yet. `reached_as`: what it advertises, where that is not `host`. `network_of`: whose
+        network it shares, which has a certificate of its name."""
+        address = self.address() if network_of is None else network_of.address
+        self.issue(host, address, *filter(None, [reached_as]))
         config = self.pki / f"{host}.toml"
-        config.write_text(
-            CONFIG.format(port=PORT, arena_mib=arena_mib, host=certificate_of or host).replace("[arena]", more + "\n[arena]")
-        )
+        config.write_text(CONFIG.format(port=PORT, arena_mib=arena_mib, host=host, advertised=reached_as or host))
         volume = self.engine.make_volume(f"socket-{host}")
         place = ["--network", self.network, "--ip", address, "--network-alias", host, "--hostname", host]
-        if network is not None:
-            place = ["--network", f"container:{network}"]
+        if network_of is not None:
+            place = ["--network", f"container:{network_of.name}"]
         name = self.engine.create(
             host,
             [
                 *place,
-                *("--env", f"HURRAY_NODE={host}", "--env", f"HURRAY_ADVERTISE={certificate_of or host}:{PORT}"),
+                *("--env", f"HURRAY_NODE={host}", "--env", f"HURRAY_ADVERTISE={reached_as or host}:{PORT}"),
                 *("--env", f"HEALTHCHECK_TENANT=/pki/{TENANT}", "--no-healthcheck"),
                 *("--volume", f"{self.pki}:/pki:ro", "--volume", f"{config}:/etc/hurray/hurrayd.toml:ro"),
                 *("--volume", f"{volume}:/run/hurray"),
@@ -283,7 +279,7 @@ class Cluster:
             [
                 *("--interactive", "--network", self.network, "--ip", address, "--no-healthcheck"),
                 *(part for item in settings.items() for part in ("--env", "=".join(item))),
-                *("--volume", f"{self.pki}:/pki:ro", "--volume", f"{ROOT}/tests/cluster:/tests:ro", *socket),
+                *("--volume", f"{self.pki}:/pki:ro", "--volume", f"{TESTS}:/tests:ro", *socket),
                 *options,
             ],
             ["python3", "/tests/agent.py"],
@@ -305,9 +301,8 @@ def share(pki: Path) -> None:
 
 
 @contextmanager
-def cluster(engine: Engine, pki: Path) -> Iterator[Cluster]:
+def cluster(pki: Path) -> Iterator[Cluster]:
     """A network and an authority, with nothing on it yet."""
-    network, prefix = engine.make_network()
     authority = Authority.new("hurray tests", timedelta(days=60))
     tenant = authority.issue_tenant(TENANT, timedelta(days=30))
     write_files(
@@ -320,12 +315,15 @@ def cluster(engine: Engine, pki: Path) -> Iterator[Cluster]:
         force=False,
     )
     share(pki)
-    with ExitStack() as stack:
-        made = Cluster(engine, network, prefix, pki, stack)
+    engine = Engine()
+    try:
+        made = Cluster(engine, *engine.make_network(), pki)
         try:
             yield made
         finally:
             made.close()
+    finally:
+        engine.remove_all()
 
 
 def all_at_once(*work: Callable[[], object]) -> None:
