@@ -17,6 +17,7 @@ from support.daemon import eventually
 pytestmark = pytest.mark.timeout(600)
 
 PROJECT = f"hurray-test-{os.getpid()}"
+OURS = ("--filter", f"label=com.docker.compose.project={PROJECT}")
 
 
 def make(target: str) -> str:
@@ -37,7 +38,7 @@ def test_the_cluster_of_compose() -> None:
         first = [json.loads(line[line.index("{") :]) for line in said.splitlines() if '"verdict"' in line]
         assert len(first) == 3
         assert {line["verdict"] for line in first} == {"equal"}
-        decode, node = f"{PROJECT}_decode_1", f"{PROJECT}_node-b_1"
+        decode, node = container("decode"), container("node-b")
         eventually(lambda: {"shm", "ucx"} <= {line["transport"] for line in lines(decode)}, 60, "by both transports")
         docker("restart", "--time", "0", node)
         before = len(lines(decode))
@@ -49,11 +50,15 @@ def test_the_cluster_of_compose() -> None:
         matrix.ROWS.append(Row("compose, one node killed", "shm, ucx", f"{tokens} tokens, all equal", None, "", True))
     finally:
         make("cluster-down")
-    left = [docker(*listing, "--filter", f"name={PROJECT}", "--quiet") for listing in (["ps", "-a"], ["volume", "ls"])]
-    assert left == ["", ""]
+    assert not docker("ps", "--all", "--quiet", *OURS)
+    assert not docker("volume", "ls", "--quiet", *OURS)
 
 
-def lines(container: str) -> list[dict[str, object]]:
+def container(service: str) -> str:
+    return docker("ps", "--quiet", *OURS, "--filter", f"label=com.docker.compose.service={service}")
+
+
+def lines(worker: str) -> list[dict[str, object]]:
     """What a worker has to say of its batches."""
-    said = map(json.loads, docker("logs", container).splitlines())
+    said = map(json.loads, docker("logs", worker).splitlines())
     return [line for line in said if "verdict" in line]

@@ -103,10 +103,12 @@ def test_a_soak(load: Load) -> None:
             and now.threads <= then.threads + 4
             and books == ["balanced"]
         )
-        outcome = (
-            f"{name}: {then_bytes >> 20} to {now_bytes >> 20} MiB, {then.descriptors} to {now.descriptors} descriptors, "
-            f"{then.threads} to {now.threads} threads"
-        )
+        changes = {
+            "MiB": (then_bytes >> 20, now_bytes >> 20),
+            "descriptors": (then.descriptors, now.descriptors),
+            "threads": (then.threads, now.threads),
+        }
+        outcome = f"{name}: " + ", ".join(f"{first} to {last} {what}" for what, (first, last) in changes.items())
         scenario = f"soak of {SOAK_S:.0f} s, {total} handoffs"
         matrix.ROWS.append(Row(scenario, "all", outcome, None, books[0], right))
         assert right, outcome
