@@ -593,9 +593,7 @@ class DataPlane:
             return self._take_staging(transfer, endpoint, chunk)
 
         def stage() -> Buffer | list[memoryview] | Shown:
-            buffer = order.payload.stage_parts(chunk, take_staging) if endpoint.takes_parts else None
-            if buffer is None:
-                buffer = order.payload.stage(chunk, take_staging)
+            buffer: Buffer | list[memoryview] | Shown = order.payload.stage(chunk, take_staging, endpoint.takes_parts)
             nonlocal checksum
             checksum = self._checksum(transfer, chunk, buffer)
             return buffer

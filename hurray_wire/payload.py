@@ -48,12 +48,10 @@ class SourcePayload(Protocol):
 
     plan: ImagePlan
 
-    def stage(self, chunk: Chunk, take_staging: Callable[[], Bytes]) -> Any:
+    def stage(self, chunk: Chunk, take_staging: Callable[[], Bytes], takes_parts: bool = False) -> Any:
         """The bytes of a chunk, uint8 [chunk.nbytes]: in memory got from `take_staging`, or where they already are if
-        all of them may leave as they are. They stay unchanged until the send completes. Of a view: a Shown."""
-
-    def stage_parts(self, chunk: Chunk, take_staging: Callable[[], Bytes]) -> list[memoryview] | None:
-        """As `stage`, in parts that lie apart, for a transport that sends them so. None: it is for `stage`."""
+        all of them may leave as they are. They stay unchanged until the send completes. Of a view: a Shown.
+        `takes_parts`: a list of memoryviews will do, which lie apart."""
 
     def settling(self) -> None:
         """The transfer has failed and is being drained."""
@@ -102,8 +100,11 @@ class SnapshotSource:
         self.plan = plan
         self._prepared = prepared
 
-    def stage(self, chunk: Chunk, take_staging: Callable[[], Bytes]) -> Any:
+    def stage(self, chunk: Chunk, take_staging: Callable[[], Bytes], takes_parts: bool = False) -> Any:
         """See SourcePayload."""
+        parts = self._parts(chunk, take_staging) if takes_parts else None
+        if parts is not None:
+            return parts
         if len(chunk.segments) == 1:
             direct = self._direct(chunk.segments[0])
             if direct is not None:
@@ -116,16 +117,15 @@ class SnapshotSource:
             self._fill(segment, staging[segment.chunk_offset : end])
         return staging
 
-    def stage_parts(self, chunk: Chunk, take_staging: Callable[[], Bytes]) -> list[memoryview] | None:
-        """See SourcePayload."""
-        pages = self._pages(chunk.segments[0]) if len(chunk.segments) == 1 else None
-        return None if pages is None else self._prepared.parts(chunk.segments[0].tensor, *pages, take_staging)
-
     def settling(self) -> None:
         """Nothing to do: the pages are the caller's."""
 
     def release(self, *, keep: bool) -> None:
         """Nothing to do: the pages are the caller's."""
+
+    def _parts(self, chunk: Chunk, take_staging: Callable[[], Bytes]) -> list[memoryview] | None:
+        pages = self._pages(chunk.segments[0]) if len(chunk.segments) == 1 else None
+        return None if pages is None else self._prepared.parts(chunk.segments[0].tensor, *pages, take_staging)
 
     def _direct(self, segment: Segment) -> Any | None:
         pages = self._pages(segment)
@@ -159,14 +159,10 @@ class StagedSource:
         self.all_staged = False
         """Whether the last chunk was staged, which is sent next: any thread may ask."""
 
-    def stage(self, chunk: Chunk, take_staging: Callable[[], Bytes]) -> Any:  # noqa: ARG002 -- SourcePayload's
+    def stage(self, chunk: Chunk, take_staging: Callable[[], Bytes], takes_parts: bool = False) -> Any:  # noqa: ARG002
         """See SourcePayload."""
         self.all_staged = chunk.index + 1 == len(self.chunks)
         return self.chunks[chunk.index]
-
-    def stage_parts(self, chunk: Chunk, take_staging: Callable[[], Bytes]) -> list[memoryview] | None:  # noqa: ARG002
-        """See SourcePayload: it is in one part."""
-        return None
 
     def settling(self) -> None:
         """Nothing to do: the memory is nobody else's."""
@@ -197,15 +193,11 @@ class ImageSource:
         self._on_release = on_release
         self._shown = shown
 
-    def stage(self, chunk: Chunk, take_staging: Callable[[], Bytes]) -> Any:  # noqa: ARG002 -- SourcePayload's
+    def stage(self, chunk: Chunk, take_staging: Callable[[], Bytes], takes_parts: bool = False) -> Any:  # noqa: ARG002
         """See SourcePayload."""
         if chunk.index == self.plan.view_chunk:
             return self._shown
         return self._image[chunk.offset : chunk.offset + chunk.nbytes]
-
-    def stage_parts(self, chunk: Chunk, take_staging: Callable[[], Bytes]) -> list[memoryview] | None:  # noqa: ARG002
-        """See SourcePayload: it is in one part."""
-        return None
 
     def settling(self) -> None:
         """Nothing to do: the image is not written to."""

@@ -34,17 +34,10 @@ class Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._payload, name)
 
-    def stage(self, chunk: Any, take_staging: Any) -> Any:
+    def stage(self, *arguments: Any) -> Any:
         """See SourcePayload."""
-        staged = self._payload.stage(chunk, take_staging)
-        self._reporter.add(chunk.nbytes)
-        return staged
-
-    def stage_parts(self, chunk: Any, take_staging: Any) -> Any:
-        """See SourcePayload."""
-        staged = self._payload.stage_parts(chunk, take_staging)
-        if staged is not None:
-            self._reporter.add(chunk.nbytes)
+        staged = self._payload.stage(*arguments)
+        self._reporter.add(arguments[0].nbytes)
         return staged
 
     def arrived(self, chunk: Any) -> None:

@@ -26,8 +26,8 @@ from hurray_wire.errors import ProtocolViolation
 PROTOCOL: Final = "2"
 """Version of the frames, the handshake and the limits below."""
 
-EAGER_MAX_BYTES: Final = 64 << 10
-"""Longest message that travels in the socket and completes without the receiver: all chunks of a small snapshot."""
+EAGER_MAX_BYTES: Final = 16 << 10
+"""Longest message that travels in the socket and completes without the receiver: each chunk of a small snapshot."""
 
 EAGER_CREDIT_BYTES: Final = 1 << 20
 """How much of a sender's eager messages may be untaken, counted with `eager_cost`. Beyond it they are announced."""

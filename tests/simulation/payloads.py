@@ -61,8 +61,8 @@ class _SpoiledSnapshot(SnapshotSource):
         super().__init__(prepared, plan)
         self._world, self._op = world, op
 
-    def stage(self, chunk: Any, take_staging: Any) -> Any:
-        staged = super().stage(chunk, take_staging)
+    def stage(self, chunk: Any, *others: Any) -> Any:
+        staged = super().stage(chunk, *others)
         return staged if self._op is None else spoil(self._op, self.plan, chunk, staged, self._world)
 
 
@@ -71,8 +71,8 @@ class _SpoiledImage(ImageSource):
         super().__init__(*arguments)
         self._world = world
 
-    def stage(self, chunk: Any, take_staging: Any) -> Any:
-        staged = super().stage(chunk, take_staging)
+    def stage(self, chunk: Any, *others: Any) -> Any:
+        staged = super().stage(chunk, *others)
         op = self._world.op_of_payload(self)
         return staged if op is None else spoil(op, self.plan, chunk, staged, self._world)
 
