@@ -8,6 +8,7 @@ import pickle
 import resource
 import socket
 import subprocess
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -161,11 +162,14 @@ def test_a_thousand_clients_at_a_node_with_256_descriptors() -> None:
 # --- 14: nonsense at every door -------------------------------------------------------------------------------------
 
 
+BOMB = str(Path(tempfile.gettempdir(), "hurray-bomb"))
+
+
 class Bomb:
     """What runs where a pickle is loaded."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return os.open, ("/tmp/hurray-bomb", os.O_CREAT)
+        return os.open, (BOMB, os.O_CREAT)
 
 
 NONSENSE = {
@@ -207,10 +211,10 @@ def doors(daemon: RunningDaemon) -> dict[str, Callable[[], socket.socket]]:
 
 def test_nonsense_at_every_door(daemon: RunningDaemon) -> None:
     """Also at UCX's, which trusts whoever reaches it, as long as the nonsense is not made for it."""
-    bomb, mover = Path("/tmp/hurray-bomb"), daemon.mover_pid
+    mover = daemon.mover_pid
     assert mover is not None
     every = doors(daemon)
-    assert len(every) == 4, every
+    assert len(every) == 5, every  # control plane, metrics, tcp, UCX, shared memory
     with client_of(daemon, "tcp") as client:
         next_works(client, "before", snapshot(1, 16))
         before = resident_bytes(daemon.pid), resident_bytes(mover)
@@ -231,4 +235,4 @@ def test_nonsense_at_every_door(daemon: RunningDaemon) -> None:
             door.close()
         next_works(client, "after", snapshot(1, 16))
     assert daemon.mover_pid == mover
-    assert not bomb.exists()
+    assert not Path(BOMB).exists()
