@@ -75,7 +75,8 @@ def test_a_partition_is_noticed_on_both_sides_and_the_next_transfer_works_once_i
         kind = name.split()[1]
         keys[name] = f"held/{name.replace(' ', '/')}" if kind == "get" else f"cut/{name}/{deaf}".replace(" ", "/")
         client.tell(f"{kind} {keys[name]} {MIDDLE}")
-    assert all(client.hear() == {"middle": True} for client in clients.values())
+    heard = {name: client.hear() for name, client in clients.items()}
+    assert heard == {name: {"middle": True} for name in clients}
     mover, failed_before = daemon.mover_pid, len(daemon.logged("transfer failed"))
 
     hosts = [

@@ -21,7 +21,7 @@ import grpc
 from hurray_wire.v1 import transfer_pb2 as pb
 from hurray_wire.v1.transfer_pb2_grpc import TransferServiceStub
 
-START_S = 30.0
+START_S = 60.0
 STOP_S = 20.0
 UCX_PORTS = (21000, 29999)
 """Wide, and below the ephemeral ports: many workers of many tests share it."""
