@@ -14,4 +14,18 @@ debootstrap --variant=minbase --merged-usr bookworm "$root" "${mirror:-http://de
   { cat "$root.log" >&2; exit 1; }
 rm -rf "$root.log" "$root"/var/cache/apt/* "$root"/var/lib/apt/lists/* "$root"/var/log/*.log \
   "$root"/usr/share/{doc,man,info,locale,lintian}/*
+rm -f "$root/etc/apt/sources.list"
+cat >"$root/etc/apt/sources.list.d/debian.sources" <<'SOURCES'
+Types: deb
+URIs: http://deb.debian.org/debian
+Suites: bookworm bookworm-updates
+Components: main
+Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
+
+Types: deb
+URIs: http://deb.debian.org/debian-security
+Suites: bookworm-security
+Components: main
+Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
+SOURCES
 tar --numeric-owner -C "$root" -c . | docker import --change 'CMD ["bash"]' - "$tag"

@@ -18,25 +18,26 @@ fi
 "$docker" image inspect debian:bookworm-slim >/dev/null 2>&1 || "$docker" pull --quiet debian:bookworm-slim 2>/dev/null ||
   deploy/base-image.sh
 
-secrets=$(mktemp -d)
-trap 'rm -rf "$secrets"' EXIT
-cat "${PIP_CERT:-${SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}}" >"$secrets/ca" 2>/dev/null || : >"$secrets/ca"
-python3 - >"$secrets/pip" <<'PIP'
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+python3 - >"$folder/pip" <<'PIP'
 import configparser, os, pathlib
-settings = {}
+settings = {"cert": "/etc/ssl/certs/ca-certificates.crt"}
 for path in ("/etc/pip.conf", "~/.config/pip/pip.conf", "~/.pip/pip.conf"):
     parser = configparser.RawConfigParser()
     parser.read(pathlib.Path(path).expanduser())
     if parser.has_section("global"):
-        settings.update(parser["global"])
-settings.update({name: os.environ[f"PIP_{name.upper().replace('-', '_')}"] for name in ("index-url", "trusted-host", "timeout")
-                 if f"PIP_{name.upper().replace('-', '_')}" in os.environ})
-print("[global]\ncert = /etc/ssl/certs/ca-certificates.crt")
-for name in ("index-url", "trusted-host", "timeout"):
-    if name in settings:
-        print(f"{name} = {settings[name]}")
+        settings |= {name: parser["global"][name] for name in ("index-url", "trusted-host") if name in parser["global"]}
+for name in ("INDEX_URL", "TRUSTED_HOST", "TIMEOUT"):
+    if value := os.environ.get(f"PIP_{name}"):
+        settings[name.lower().replace("_", "-")] = value
+print("[global]", *(f"{name} = {value}" for name, value in settings.items()), sep="\n")
 PIP
-cat /etc/apt/sources.list.d/debian.sources >"$secrets/apt" 2>/dev/null || : >"$secrets/apt"
+secrets=(--secret "id=pip,src=$folder/pip")
+ca=${PIP_CERT:-${SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}}
+if [ -f "$ca" ]; then secrets+=(--secret "id=ca,src=$ca"); fi
+sources=/etc/apt/sources.list.d/debian.sources
+if [ -f "$sources" ]; then secrets+=(--secret "id=apt,src=$sources"); fi
 
-DOCKER_BUILDKIT=1 "$docker" build --network host --progress plain --file deploy/Dockerfile --tag "${IMAGE:-hurray-transfer}" \
-  --secret id=ca,src="$secrets/ca" --secret id=pip,src="$secrets/pip" --secret id=apt,src="$secrets/apt" "$@" .
+DOCKER_BUILDKIT=1 "$docker" build --network host --progress plain --file deploy/Dockerfile \
+  --tag "${IMAGE:-hurray-transfer}" "${secrets[@]}" "$@" .

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster import matrix
-from cluster.engine import docker
+from cluster.engine import Container, docker
 from cluster.harness import BUDGET_S, PORT, START_S, TENANT, TRANSPORTS, Agent, Cluster, Node, all_at_once
 from cluster.matrix import Row
 from support.daemon import eventually
@@ -95,13 +95,8 @@ def test_the_memory_limit_of_the_container_is_hit(bare: Cluster) -> None:
     all_at_once(*(agent.start for agent in agents.values()))
     for transport, agent in agents.items():
         assert ask(agent, "put", f"cut/{transport}", transport, mib=256, at=0.5) == {"middle": True}
-        pid = node.mover
-        Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
         began_s = time.monotonic()
-        # What takes the memory ends by itself, killed or not.
-        take = "open('/proc/self/oom_score_adj', 'w').write('500'); bytearray(700 << 20)"
-        subprocess.run(["docker", "exec", node.name, "python3", "-c", take], capture_output=True, check=False)
-        eventually(lambda pid=pid: not Path(f"/proc/{pid}").exists(), START_S, "the mover was killed")
+        exhaust(node, node.mover)
         agent.tell(go=True)
         said = agent.hear()
         node.wait_ready()
@@ -111,24 +106,29 @@ def test_the_memory_limit_of_the_container_is_hit(bare: Cluster) -> None:
         row("memory limit hit, mover killed", transport, outcome, node.balanced(), right=right, seconds=took)
 
 
-def test_an_agent_that_takes_too_much_memory(bare: Cluster) -> None:
+def exhaust(container: Container, victim: int) -> None:
+    """Take all the memory that a container may have, until the kernel has killed that process of it."""
+    Path(f"/proc/{victim}/oom_score_adj").write_text("1000")
+    # What takes it ends by itself, killed or not.
+    take = "open('/proc/self/oom_score_adj', 'w').write('500'); bytearray(780 << 20)"
+    subprocess.run(["docker", "exec", container.name, "python3", "-c", take], capture_output=True, check=False)
+    eventually(lambda: not Path(f"/proc/{victim}").exists(), START_S, "it was killed")
+
+
+def test_the_memory_limit_of_a_client_is_hit(bare: Cluster) -> None:
     """The kernel kills it in the middle of a get; the node is left with nothing of it."""
     node = bare.make_node("node-a", arena_mib=300)
     node.start()
-    greedy = bare.make_agent("greedy", options=["--memory", "600m", "--memory-swap", "600m"])
+    agent = bare.make_agent("agent", options=["--memory", "800m", "--memory-swap", "800m"])
     for transport in REMOTE:
-        greedy.start()
-        assert ask(greedy, "put", "held", transport, mib=128)["reason"] == "OK"
-        assert ask(greedy, "get", "held", transport, mib=128, at=0.5) == {"middle": True}
-        docker("update", "--memory", "200m", "--memory-swap", "200m", greedy.name)
-        greedy.tell(go=True)
-        said = greedy.hear()
-        if greedy.running:
-            greedy.kill()
+        agent.start()
+        assert ask(agent, "put", "held", transport, mib=128)["reason"] == "OK"
+        assert ask(agent, "get", "held", transport, mib=128, at=0.5) == {"middle": True}
+        exhaust(agent, agent.pids("agent.py")[-1])
+        said = agent.hear()
+        agent.wait()
         node.clear()
-        books = node.balanced()
-        docker("update", "--memory", "600m", "--memory-swap", "600m", greedy.name)
-        row("memory limit hit, target killed", transport, "no trace", books, right=said["reason"] == "ENDED")
+        row("memory limit hit, target killed", transport, "no trace", node.balanced(), right=said["reason"] == "ENDED")
 
 
 def test_a_port_that_is_taken(bare: Cluster) -> None:
