@@ -135,7 +135,7 @@ class Node:
         """End sessions, then the mover. Everything that was held is gone."""
         if self._expirer is not None:
             self._expirer.cancel()
-        self.sessions.end_all(NodeDraining("the node is shutting down"))
+        self.sessions.end_all(NodeDraining("the node is shutting down", stage="session"))
         await self.link.stop()
         if self._firewall is not None:
             await self._firewall.stop()
@@ -166,14 +166,14 @@ class Node:
 
     def require_ready(self, stage: str, tenant: str) -> None:
         """Raises NodeDraining, DataPlaneUnavailable, LimitExceeded where no transfer of a tenant can begin now."""
-        self.require_not_draining()
+        self.require_not_draining(stage)
         self.link.require_up(stage)
         self._share.require(tenant)
 
-    def require_not_draining(self) -> None:
+    def require_not_draining(self, stage: str) -> None:
         """Raises NodeDraining."""
         if self.draining:
-            raise NodeDraining("the node is shutting down")
+            raise NodeDraining("the node is shutting down", stage=stage)
 
     def on_drain(self, notify: Callable[[], None]) -> Callable[[], None]:
         """Have `notify` called when the node begins to drain, until the function that this returns is called."""

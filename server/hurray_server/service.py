@@ -116,7 +116,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
         first = await _first(requests, context)
         if first.WhichOneof("message") != "hello":
             raise ProtocolViolation("a session begins with Hello", offered=first.WhichOneof("message"))
-        self._node.require_not_draining()
+        self._node.require_not_draining("session")
         session, welcome = await self._node.sessions.open(decision.caller, first.hello)
         decision.facts.update(peer=f"{session.peer:016x}", transports=session.transports)
         self.audit.record(decision, None)
@@ -306,7 +306,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
                     if wait_s:
                         error.details.update(stage="wait", wait_s=f"{wait_s:g}")
                     raise
-            node.require_not_draining()
+            node.require_not_draining("wait")
 
             def watch(notify: Callable[[], None]) -> Callable[[], None]:
                 return node.store.watch(open_.key, notify)

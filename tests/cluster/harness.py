@@ -248,7 +248,7 @@ class Cluster:
             [
                 *place,
                 *("--env", f"HURRAY_NODE={host}", "--env", f"HURRAY_ADVERTISE={reached_as or host}:{PORT}"),
-                *("--env", f"HEALTHCHECK_TENANT=/pki/{TENANT}", "--no-healthcheck"),
+                "--no-healthcheck",
                 *("--volume", f"{self.pki}:/pki:ro", "--volume", f"{config}:/etc/hurray/hurrayd.toml:ro"),
                 *("--volume", f"{volume}:/run/hurray"),
                 *("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL"),

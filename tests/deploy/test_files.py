@@ -57,11 +57,9 @@ def test_configurations_are_ones_that_hurrayd_takes(tmp_path: Path) -> None:
 def test_environments_of_nodes_have_no_key_that_hurrayd_does_not_know() -> None:
     named = {name for item in COMPOSE["services"].values() for name in item.get("environment", {}) if "HURRAY_" in name}
     named |= {item["name"] for item in of_kind("DaemonSet")["spec"]["template"]["spec"]["containers"][0]["env"]} - {
-        "POD_IP",
-        "HEALTHCHECK_TENANT",
+        "POD_IP"
     }
-    known = {"metrics", *Config.model_fields}
-    assert {name.removeprefix("HURRAY_").partition("__")[0].lower() for name in named} <= known
+    assert {name.removeprefix("HURRAY_").partition("__")[0].lower() for name in named} <= set(Config.model_fields)
 
 
 def test_nodes_of_the_cluster_differ_in_their_names_alone() -> None:
