@@ -75,8 +75,9 @@ def test_sigterm_lets_what_runs_finish_and_takes_nothing_new() -> None:
         daemon.terminate()
         eventually(lambda: daemon.logged("draining"), 5, "the drain begins")
         assert not client.stub.GetNode(pb.GetNodeRequest(), timeout=5).ready
-        with pytest.raises(NodeDraining):
+        with pytest.raises(NodeDraining) as raised:
             client.transfer("other", snapshot())
+        assert raised.value.stage == "offer"
         assert daemon.process.poll() is None
         client.plane.announce(put.number, len(prepared.plan.descriptors))
         assert put.over.result(WAIT_S) is None
@@ -117,7 +118,9 @@ def test_a_second_signal_cuts_the_drain_short() -> None:
         )
         client.stub.GetNode(pb.GetNodeRequest(), timeout=5)
         daemon.terminate()
-        assert isinstance(refusal(lambda: next(waiting)), NodeDraining)
+        refused = refusal(lambda: next(waiting))
+        assert isinstance(refused, NodeDraining)
+        assert refused.stage == "wait"
         os.kill(daemon.pid, signal.SIGINT)
         assert isinstance(put.over.result(WAIT_S), NodeDraining)
         assert daemon.wait() == 0
