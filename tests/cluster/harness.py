@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import subprocess
 import threading
+import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,7 +23,7 @@ from support.daemon import eventually
 
 TENANT = "tests"
 TRANSPORTS = ("shm", "tls", "tcp", "ucx")
-PORT = 7411
+PORT, METRICS = 7411, 7413
 TESTS = Path(__file__).parent
 START_S = 60.0
 """Of a container until what is in it works, on a busy machine."""
@@ -58,6 +61,8 @@ ca = "/pki/ca.pem"
 [tls.data]
 certificate = "/pki/data-{host}.pem"
 key = "/pki/data-{host}.key"
+[metrics]
+listen = "0.0.0.0:{metrics}"
 [leases]
 default_s = 600.0
 """
@@ -97,6 +102,17 @@ class Node(Container):
     def mover(self) -> int:
         """The process id of its mover, on this host."""
         return eventually(lambda: self.pids("hurray_server.mover"), START_S, f"{self.host} has a mover")[0]
+
+    def failures(self) -> tuple[int, Counter[tuple[str, ...]]]:
+        """The incarnation, and what its metrics count of transfers that failed: direction, transport, cause."""
+        with self.connect() as client, urllib.request.urlopen(f"http://{self.address}:{METRICS}/metrics") as answer:
+            incarnation, text = client.node().incarnation, answer.read().decode()
+        counted: Counter[tuple[str, ...]] = Counter()
+        for labels, count in re.findall(r"^hurray_transfers_total{(.*)} (\S+)$", text, re.MULTILINE):
+            label = dict(re.findall(r'(\w+)="(.*?)"', labels))
+            if label["outcome"] != "succeeded":
+                counted[label["direction"], label["transport"], label["cause"]] = int(float(count))
+        return incarnation, counted
 
     def keys(self, prefix: str = "") -> set[str]:
         with self.connect() as client:
@@ -150,7 +166,8 @@ class Agent(Container):
         assert process.stdout is not None
         with process.stdout:
             for line in process.stdout:
-                heard.put(line)
+                if line.startswith("{"):  # UCX writes there, too
+                    heard.put(line)
         heard.put("")
 
     @property
@@ -172,7 +189,6 @@ class Agent(Container):
             raise AssertionError(f"{self.host} says nothing") from None
         if not line:
             return {"reason": "ENDED"}
-        assert line.startswith("{"), (line, self.log()[-3000:])
         return dict(json.loads(line))
 
     def ask(self, timeout_s: float = ANSWER_S, **order: Any) -> dict[str, Any]:
@@ -238,7 +254,9 @@ class Cluster:
         address = self.address() if network_of is None else network_of.address
         self.issue(host, address, *filter(None, [reached_as]))
         config = self.pki / f"{host}.toml"
-        config.write_text(CONFIG.format(port=PORT, arena_mib=arena_mib, host=host, advertised=reached_as or host))
+        config.write_text(
+            CONFIG.format(port=PORT, metrics=METRICS, arena_mib=arena_mib, host=host, advertised=reached_as or host)
+        )
         volume = self.engine.make_volume(f"socket-{host}")
         place = ["--network", self.network, "--ip", address, "--network-alias", host, "--hostname", host]
         if network_of is not None:

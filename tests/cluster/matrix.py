@@ -15,6 +15,8 @@ class Row:
 
     books: str
     right: bool
+    counted: str = ""
+    """Causes by which the node's metrics count it."""
 
 
 ROWS: list[Row] = []
@@ -22,13 +24,14 @@ ROWS: list[Row] = []
 
 def table() -> list[str]:
     """Aligned columns, a line each."""
-    header = ("scenario", "transport", "outcome", "s to error", "books", "")
+    header = ("scenario", "transport", "outcome", "s to error", "counted as", "books", "")
     lines = [header] + [
         (
             row.scenario,
             row.transport,
             row.outcome,
             "" if row.seconds is None else f"{row.seconds:.1f}",
+            row.counted,
             row.books,
             "right" if row.right else "WRONG",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from cluster.harness import (
     BUDGET_S,
     GRACE_S,
     PORT,
+    SETTLED_S,
     TENANT,
     TRANSPORTS,
     Agent,
@@ -22,6 +24,7 @@ from cluster.harness import (
     cluster,
 )
 from cluster.matrix import Row
+from support.daemon import eventually
 
 MIB = 256
 HALF = 0.5
@@ -40,6 +43,7 @@ class Site:
     number: int = 0
     _held_bytes: int = 0
     _busy: dict[str, Agent] = field(default_factory=dict)
+    _counted: tuple[int, Counter[tuple[str, ...]]] = (0, Counter())
 
     def order(self, transport: str, do: str, key: str, mib: int, **others: Any) -> dict[str, Any]:
         """For an agent."""
@@ -76,6 +80,7 @@ class Site:
         self.number += 1
         if do == "get":
             self.hold(mib)
+        self._counted = self.node.failures()
         self._busy = {name: self.agents[name] for name in transports}
         keys = {name: f"held/{name}" if do == "get" else f"cut/{self.number}/{name}" for name in transports}
         for name, agent in self._busy.items():
@@ -134,15 +139,38 @@ class Site:
             for key in self.node.keys("cut/"):
                 client.delete(key)
         books = self.books()
+        counted = {}
+        for name, heard in said.items():
+            told = heard["reason"] in ("OK", "OUTCOME_UNKNOWN")
+            counted[name] = self.counted("in" if do == "put" else "out", name, wait=not told)
+            if not told and not counted[name]:
+                wrong[name].append("no metric counts it")
         for name, heard in said.items():
             committed = "committed" if do == "put" else "got"
             outcome = {"OK": committed, "ENDED": "no trace"}.get(
                 heard["reason"], f"{heard['reason']} in {heard.get('stage')}"
             )
             took = heard["at_s"] - began_s if "code" in heard else None
-            matrix.ROWS.append(Row(scenario, name, outcome, took, books, not wrong[name] and books == "balanced"))
+            matrix.ROWS.append(
+                Row(scenario, name, outcome, took, books, not wrong[name] and books == "balanced", counted[name])
+            )
         assert not any(wrong.values()), {name: (problems, said[name]) for name, problems in wrong.items() if problems}
         assert books == "balanced"
+
+    def counted(self, direction: str, transport: str, *, wait: bool) -> str:
+        """The causes that the node's metrics have counted since the transfers began; "restarted" where it forgot. With
+        `wait` there must be one."""
+
+        def causes() -> str:
+            before, now = self._counted, self.node.failures()
+            if before[0] != now[0]:
+                return "restarted"
+            return ", ".join(sorted(cause for *flow, cause in now[1] - before[1] if flow == [direction, transport]))
+
+        try:
+            return eventually(causes, SETTLED_S if wait else 0.0, "counted")
+        except AssertionError:
+            return ""
 
     def books(self) -> str:
         """Of both nodes: what no key holds is free."""
