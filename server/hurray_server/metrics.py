@@ -19,7 +19,7 @@ from prometheus_client.utils import floatToGoString
 
 from hurray_server.endpoint import Page
 from hurray_server.links import link_speeds
-from hurray_server.tally import BOUNDS_S, OK, Durations
+from hurray_server.tally import BOUNDS_S, NONE_YET, OK, Durations
 from hurray_wire.errors import (
     ArenaFull,
     Cancelled,
@@ -65,6 +65,12 @@ _FAILURES: Final[tuple[type[HurrayError], ...]] = (
 """What a transfer fails with; others are counted from the first on."""
 
 _LEASE_ENDS: Final[tuple[type[HurrayError], ...]] = (KeyDeleted, KeyExpired, KeyOverwritten, SnapshotLost)
+
+_STAGES: Final = (
+    *product(("in",), ("reserve", "index", "check_index", "pages", "check_contents")),
+    *product(("out",), ("offer", "pages", "receipt")),
+)
+"""That every transfer which succeeds has passed."""
 
 _BOUNDS: Final = tuple(map(floatToGoString, BOUNDS_S))
 
@@ -134,13 +140,13 @@ class NodeCollector(Collector):
             "hurray_transfer_duration_seconds",
             "Time that transfers took that succeeded, as this node saw them.",
             flow_labels,
-            tally.transfer_durations,
+            dict.fromkeys(flows, NONE_YET) | tally.transfer_durations,
         )
         yield _histogram(
             "hurray_transfer_stage_duration_seconds",
             "Time in each stage of transfers that succeeded.",
             ("direction", "stage"),
-            tally.stage_durations,
+            dict.fromkeys(_STAGES, NONE_YET) | tally.stage_durations,
         )
         yield _counters(
             "hurray_requests_refused",

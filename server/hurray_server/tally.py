@@ -41,6 +41,10 @@ class Durations:
         self.sum_s += seconds
 
 
+NONE_YET: Final = Durations()
+"""Stands for those of what has not happened. Nothing is observed in it."""
+
+
 class Tally:
     """See the module. A direction is "in" (a put) or "out" (a get)."""
 

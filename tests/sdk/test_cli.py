@@ -120,7 +120,7 @@ def test_wrong_command_lines_are_status_2(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["put", "get", "ls", "stat", "rm", "renew", "node", "drain", "inspect", "conformance"]
+    "command", ["put", "get", "ls", "stat", "rm", "renew", "node", "drain", "inspect", "conformance", "doctor"]
 )
 def test_help_of_every_command(command: str) -> None:
     shown = hurrayctl(command, "--help")

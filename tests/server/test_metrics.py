@@ -15,9 +15,8 @@ import pytest
 
 import hurray_client as ht
 from hurray_server.endpoint import HEAD_MAX_BYTES
-from hurray_wire.v1 import transfer_pb2 as pb
 from support.daemon import RunningDaemon, command, environment, eventually, running_daemon
-from support.raw import WAIT_S, Prepared, Put, RawClient, snapshot
+from support.raw import WAIT_S, Prepared, RawClient, put_corrupted, snapshot
 from support.scrape import Series, moved, read_page, scrape, series
 
 pytest.importorskip("ucxx")
@@ -76,13 +75,7 @@ def killed(daemon: RunningDaemon) -> None:
 
 
 def corrupted(peer: RawClient) -> None:
-    def lie(_put: Put, message: pb.SourceMessage) -> bool:
-        message.checksums.values[0] ^= 1
-        return True
-
-    prepared = Prepared.of(snapshot())
-    put = peer.put(prepared, prepared.offer("corrupted", peer.incarnation), on_checksums=lie)
-    assert isinstance(put.over.result(WAIT_S), ht.ChecksumMismatch)
+    assert isinstance(put_corrupted(peer, "corrupted"), ht.ChecksumMismatch)
 
 
 def expired(daemon: RunningDaemon, peer: RawClient) -> None:

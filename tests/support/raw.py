@@ -255,6 +255,19 @@ class RawClient:
         return put.receipts[0]
 
 
+def put_corrupted(client: RawClient, key: str) -> HurrayError:
+    """A put whose bytes are not those that its checksums are of; how it fails."""
+
+    def lie(_put: Put, message: pb.SourceMessage) -> bool:
+        message.checksums.values[0] ^= 1
+        return True
+
+    prepared = Prepared.of(snapshot())
+    error = client.put(prepared, prepared.offer(key, client.incarnation), on_checksums=lie).over.result(WAIT_S)
+    assert error is not None
+    return error
+
+
 def refusal(call: Callable[[], Any]) -> HurrayError:
     """The error that ends a unary call."""
     try:

@@ -27,6 +27,7 @@ from hurray_client.cli.options import (
     Transport,
     client,
 )
+from hurray_client.cli.stat import stat
 from hurray_client.receipt import Receipt
 from hurray_wire.errors import InvalidRequest
 from hurray_wire.hrry import load_hrry, save_hrry
@@ -160,26 +161,6 @@ def list_(
     )
 
 
-@app.command(epilog="Example: hurrayctl stat req/42 --json")
-def stat(
-    key: Annotated[str, typer.Argument(help="Key of the snapshot.")],
-    *,
-    target: Target = DEFAULT_TARGET,
-    generation: Generation = 0,
-    timeout: Timeout = DEFAULT_TIMEOUT_S,
-    as_json: Json = False,
-) -> None:
-    """Show what one key holds: sizes, lease, tensors, token counts."""
-    with output.failures(as_json), client(target) as node:
-        values = node.stat(key, generation=generation, timeout_s=timeout).to_dict()
-    if as_json:
-        output.show_json(values)
-        return
-    tensors = values.pop("tensors")
-    output.show_fields(values)
-    output.show_rows(list(tensors[0]), [list(tensor.values()) for tensor in tensors])
-
-
 @app.command(epilog="Example: hurrayctl rm req/42 req/43")
 def rm(
     keys: Annotated[list[str], typer.Argument(help="Keys of the snapshots.", metavar="KEY...")],
@@ -278,6 +259,7 @@ def conformance(
         raise typer.Exit(output.Exit.FAILED)
 
 
+app.command(epilog="Example: hurrayctl stat req/42 --json; hurrayctl stat --node 127.0.0.1:7413")(stat)
 app.command(epilog="Example: hurrayctl bench --quick --workload paged --json")(bench)
 app.command(epilog="Example: hurrayctl certs pki --node decode-3=decode-3,10.0.0.3 --tenant prefill --tenant decode")(
     certs
