@@ -134,6 +134,13 @@ def test_a_get_counts_what_crossed_and_what_was_mapped(daemon: RunningDaemon) ->
     eventually(lambda: gauge(daemon, "hurray_readers") == 0, 10, "let go of")
 
 
+def test_no_name_is_in_the_metrics(daemon: RunningDaemon, peer: RawClient) -> None:
+    peer.transfer("a-name/of-a-key", snapshot(), annotations={"a-name": "a-value"})
+    text = read_page(daemon.watched, "/metrics")[1]
+    names = ("a-name", "of-a-key", "a-value", '"local"', f"{peer.incarnation:016x}")
+    assert not [name for name in names if name in text]
+
+
 def test_readiness_follows_the_data_plane(daemon: RunningDaemon) -> None:
     assert read_page(daemon.watched, "/readyz") == (200, "ready\n")
     assert gauge(daemon, "hurray_mover_up") == 1
