@@ -10,7 +10,7 @@ COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose 
   --project-name $(PROJECT) --file deploy/compose.yaml
 PROJECT := hurray
 
-.PHONY: help demo test test-cluster test-vllm simulate fuzz check bench bench-peers cluster-up cluster-down
+.PHONY: help demo test test-cluster test-vllm vllm-example simulate fuzz check bench bench-peers cluster-up cluster-down
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' Makefile | while read -r target text; do printf '  make %-12s %s\n' "$$target" "$$text"; done
@@ -22,7 +22,10 @@ test: $(INSTALLED) ## every test, UCX included
 	$(BIN)/pytest
 
 test-vllm: $(VLLM_INSTALLED) ## vLLM engines that hand their caches over through a daemon; ARGS="-k prompts"
-	$(VLLM_BIN)/pytest tests/vllm $(ARGS)
+	$(VLLM_BIN)/pytest tests/vllm -o faulthandler_timeout=400 $(ARGS)
+
+vllm-example: $(VLLM_INSTALLED) ## two vLLM engines behind a router; ARGS=--ttft for the time to the first token
+	@$(VLLM_BIN)/python -m deploy.examples.vllm $(ARGS)
 
 simulate: $(INSTALLED) ## 10,000 transfers among faults, from a seed; ARGS="--seed 7 --transfers 100000"
 	@PYTHONPATH=tests $(BIN)/python -m simulation $(ARGS)

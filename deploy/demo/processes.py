@@ -20,11 +20,11 @@ ENGINE_S: Final = 60.0
 
 
 @contextmanager
-def daemon(name: str, folder: Path) -> Iterator[str]:
+def daemon(name: str, folder: Path, arena_bytes: int = 64 << 20) -> Iterator[str]:
     """A hurrayd with its log in `folder`, from ready to stopped; its address. Raises RuntimeError with its log."""
     config, log = folder / f"{name}.toml", folder / f"{name}.log"
     config.write_text(
-        f'listen = "127.0.0.1:0"\nnode = "{name}"\n[arena]\nbytes = {64 << 20}\n'
+        f'listen = "127.0.0.1:0"\nnode = "{name}"\n[arena]\nbytes = {arena_bytes}\n'
         f'[shm]\npath = "{socket_of(name, folder)}"\n'
     )
     command = [str(Path(sys.executable).with_name("hurrayd")), "--config", str(config)]

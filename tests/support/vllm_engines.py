@@ -11,12 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from support.daemon import UCX_PORTS
+import hurray_client as ht
+from support.daemon import UCX_PORTS, RunningDaemon, running_daemon
 
 START_S = 240.0
 ANSWER_S = 180.0
@@ -115,6 +117,13 @@ def engines(folder: Path, env: dict[str, str], **options: dict[str, Any]) -> Ite
             engine.end()
 
 
+def up(started: dict[str, EngineProcess]) -> dict[str, EngineProcess]:
+    """Once all of them are."""
+    for name, engine in started.items():
+        assert engine.wait_ready() == {"ready": True}, f"{name}:\n{engine.tail()}"
+    return started
+
+
 def options(model: Path, **changes: Any) -> dict[str, Any]:
     """Of an engine that runs this model."""
     return {
@@ -151,6 +160,56 @@ def client_env(transport: str = "ucx", **more: str) -> dict[str, str]:
     return {"HURRAY_TRANSPORTS": transport, "HURRAY_RETRY_S": "2", **ports, **more}
 
 
+class Store:
+    """A daemon that can be killed, paused, and started again at its address. A context manager."""
+
+    def __init__(self) -> None:
+        self._running = ExitStack()
+        self._listen = "127.0.0.1:0"
+        self.daemon = self._start()
+
+    def _start(self) -> RunningDaemon:
+        config = f'listen = "{self._listen}"'
+        daemon = self._running.enter_context(running_daemon(config, arena_bytes=256 << 20, node="store"))
+        self._listen = daemon.address
+        return daemon
+
+    def kill(self) -> None:
+        """kill -9; what it held is lost."""
+        self.daemon.kill()
+        self._running.close()
+
+    def start(self) -> None:
+        """Again, empty."""
+        self.daemon = self._start()
+
+    def pause(self) -> None:
+        """Its processes do nothing, and their sockets stay."""
+        for pid in (self.daemon.pid, self.daemon.mover_pid):
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Go on."""
+        for pid in (self.daemon.pid, self.daemon.mover_pid):
+            assert pid is not None
+            os.kill(pid, signal.SIGCONT)
+
+    def client(self) -> ht.Client:
+        """Of this process."""
+        return ht.connect(self.daemon.address, transports=["tcp"])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.daemon.process.poll() is None:
+            self.resume()
+        self._running.close()
+
+
 @dataclass(frozen=True)
 class Trio:
     """The engine without connector, the one that fills caches, the one that is handed them."""
@@ -158,7 +217,6 @@ class Trio:
     reference: EngineProcess
     prefill: EngineProcess
     decode: EngineProcess
-    nodes: dict[str, str]
 
     def hand_over(self, prompts: dict[str, list[int]], **more: Any) -> dict[str, Any]:
         """Have the prompts computed; what came back as kv_transfer_params."""
@@ -167,6 +225,14 @@ class Trio:
             for name, prompt in prompts.items()
         ]
         return {name: answer["kv"] for name, answer in self.prefill.generate(wanted).items()}
+
+
+def loading(prompts: dict[str, list[int]], handles: dict[str, Any], max_tokens: int = 8) -> list[dict[str, Any]]:
+    """Requests that bring handles."""
+    return [
+        {"id": name, "prompt": prompt, "kv": handles[name], "max_tokens": max_tokens}
+        for name, prompt in prompts.items()
+    ]
 
 
 def random_prompts(seed: int, lengths: list[int], *, shared: int = 0) -> dict[str, list[int]]:

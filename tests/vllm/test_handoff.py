@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-from typing import Any
+from dataclasses import replace
 
-from support.vllm_engines import BLOCK_SIZE, Trio, expected, random_prompts
+from support.vllm_engines import BLOCK_SIZE, EngineProcess, Trio, expected, loading, random_prompts
 
 PROMPTS = int(os.environ.get("VLLM_TEST_PROMPTS", "200"))
 BATCH = 40
@@ -27,24 +27,15 @@ def many_prompts() -> dict[str, list[int]]:
     return prompts
 
 
-def decode(trio: Trio, prompts: dict[str, list[int]], handles: dict[str, Any], max_tokens: int = 8) -> dict[str, Any]:
-    return trio.decode.generate(
-        [
-            {"id": name, "prompt": prompt, "kv": handles[name], "max_tokens": max_tokens}
-            for name, prompt in prompts.items()
-        ]
-    )
-
-
 def test_two_hundred_prompts_are_answered_as_by_one_engine(trio: Trio) -> None:
     before = {engine: engine.state()["free_blocks"] for engine in (trio.prefill, trio.decode)}
-    prompts, wanted = many_prompts(), {}
+    prompts = many_prompts()
     names = list(prompts)
     compared = 0
     for start in range(0, len(names), BATCH):
         batch = {name: prompts[name] for name in names[start : start + BATCH]}
         wanted = expected(trio.reference, batch)
-        answers = decode(trio, batch, trio.hand_over(batch))
+        answers = trio.decode.generate(loading(batch, trio.hand_over(batch)))
         for name, tokens in wanted.items():
             answer = answers[name]
             assert (answer["finish"], answer["tokens"]) == ("length", tokens), f"{len(batch[name])} tokens"
@@ -60,9 +51,9 @@ def test_a_beginning_that_the_decode_engine_has_is_not_loaded_again(trio: Trio) 
     """Positions are explicit: what is loaded goes behind what was there."""
     first = random_prompts(31, [150], shared=100)
     others = {f"b{name}": prompt for name, prompt in random_prompts(31, [150, 101, 128, 129, 300], shared=100).items()}
-    assert len(decode(trio, first, trio.hand_over(first))) == 1
+    trio.decode.generate(loading(first, trio.hand_over(first)))
     wanted = expected(trio.reference, others)
-    answers = decode(trio, others, trio.hand_over(others))
+    answers = trio.decode.generate(loading(others, trio.hand_over(others)))
     for name, tokens in wanted.items():
         assert answers[name]["tokens"] == tokens
         assert answers[name]["computed"] == 1
@@ -73,3 +64,45 @@ def test_vllm_reads_what_the_views_show(trio: Trio) -> None:
     (prompt,) = random_prompts(32, [97]).values()
     compared = trio.prefill.ask("read_back", prompt=prompt)
     assert compared == {"layers": 4, "slots": 97, "equal": True}
+
+
+def test_another_block_size_is_blocked_anew(trio: Trio, others: dict[str, EngineProcess]) -> None:
+    """Blocks of 32 arrive in blocks of 64: whole and partial ones, and behind a beginning that was there."""
+    prompts = random_prompts(33, [1, 2, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 200, 311, 400], shared=66)
+    wanted = expected(trio.reference, prompts)
+    for _ in range(2):  # the second time the beginning is there
+        answers = others["blocks_of_64"].generate(loading(prompts, trio.hand_over(prompts)))
+        for name, tokens in wanted.items():
+            assert (answers[name]["tokens"], answers[name]["computed"]) == (tokens, 1), f"{len(prompts[name])} tokens"
+
+
+def test_layers_sent_one_by_one_arrive_as_well(trio: Trio, others: dict[str, EngineProcess]) -> None:
+    prompts = random_prompts(34, [1, 31, 32, 33, 64, 100, 399, 400])
+    wanted = expected(trio.reference, prompts)
+    layered = replace(trio, prefill=others["layerwise"])
+    answers = trio.decode.generate(loading(prompts, layered.hand_over(prompts)))
+    for name, tokens in wanted.items():
+        assert (answers[name]["tokens"], answers[name]["computed"]) == (tokens, 1)
+
+
+def test_preempted_requests_go_on_with_the_same_tokens(trio: Trio, others: dict[str, EngineProcess]) -> None:
+    """An engine of 39 blocks for 12 requests that come to need 5 each: some lose what was loaded, and compute it."""
+    small = others["small"]
+    prompts = random_prompts(35, [90] * 12)
+    wanted = expected(trio.reference, prompts, max_tokens=64)
+    requests = loading(prompts, trio.hand_over(prompts), max_tokens=64)
+    told = small.ask("generate", requests=requests, aborts={})
+    assert told["preemptions"] > 0
+    for name, tokens in wanted.items():
+        assert told["answers"][name]["tokens"] == tokens
+    # The same engine as the one that fills caches: what it hands over was complete when it did, whatever came after.
+    again = [
+        {"id": name, "prompt": prompt, "max_tokens": 64, "kv": {"do_remote_decode": True}}
+        for name, prompt in prompts.items()
+    ]
+    told = small.ask("generate", requests=again, aborts={})
+    assert told["preemptions"] > 0
+    answers = trio.decode.generate(loading(prompts, {name: told["answers"][name]["kv"] for name in prompts}, 64))
+    for name, tokens in wanted.items():
+        assert (answers[name]["tokens"], answers[name]["computed"]) == (tokens, 1)
+    assert small.state() | {"digest": ""} == {"free_blocks": 39, "requests": 0, "forgotten": True, "digest": ""}

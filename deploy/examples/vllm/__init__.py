@@ -1,1 +1,1 @@
-"""Two vLLM engines that hand a cache over: `make vllm-example`. docs/vllm.md explains it."""
+"""Two vLLM engines behind a router: one computes prompts and hands their cache to the other. See docs/vllm.md."""

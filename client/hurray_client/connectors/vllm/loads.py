@@ -21,9 +21,10 @@ import numpy.typing as npt
 from hurray_client.call import Call
 from hurray_client.client import Client
 from hurray_client.connectors.vllm.handle import Handle
+from hurray_client.receipt import Receipt
 from hurray_client.transfer import ReceivedSnapshot
 from hurray_wire.destination import Destination
-from hurray_wire.errors import GeometryMismatch, HurrayError, InvalidRequest
+from hurray_wire.errors import GeometryMismatch, HurrayError
 from hurray_wire.memory import array_module
 from hurray_wire.paged import CacheKey, DeclaredCache, tensor_name
 
@@ -112,10 +113,12 @@ class Loads:
 
     def _run(self, plan: LoadPlan, call: Call) -> None:
         begun = time.monotonic()
-        outcome = LoadOutcome(plan.request_id, error="INTERNAL: the load ended without an outcome")
+        outcome = LoadOutcome(plan.request_id, error=plan.error)
         try:
-            receipt = self._load(plan, call)
-            outcome = LoadOutcome(plan.request_id, receipt.wire_bytes + receipt.mapped_bytes, time.monotonic() - begun)
+            if plan.handle is not None:
+                receipt = self._load(plan, plan.handle, call)
+                size_bytes = receipt.wire_bytes + receipt.mapped_bytes
+                outcome = LoadOutcome(plan.request_id, size_bytes, time.monotonic() - begun)
         except HurrayError as error:
             outcome = LoadOutcome(plan.request_id, error=str(error))
         except Exception as error:  # an engine must not die of it, nor wait for ever
@@ -126,12 +129,10 @@ class Loads:
                 self._calls.pop(plan.request_id, None)
                 self._ended.append(outcome)
 
-    def _load(self, plan: LoadPlan, call: Call) -> Any:
-        if plan.handle is None:
-            raise InvalidRequest(plan.error or "the request has no handle", field="kv_transfer_params")
+    def _load(self, plan: LoadPlan, handle: Handle, call: Call) -> Receipt:
         call.left_s("queue")
-        client = self._client(plan.handle.node)
-        key, generation = plan.handle.snapshots[self._tp_rank]
+        client = self._client(handle.node)
+        key, generation = handle.snapshots[self._tp_rank]
         options: dict[str, Any] = {
             "generation": generation,
             "consume": True,
@@ -141,27 +142,27 @@ class Loads:
         blocks = np.array(plan.block_ids[first:last], dtype=np.int64)
         assert blocks.size == last - first, "the request has fewer blocks than the positions to load"
         assert not (blocks == 0).any(), "vLLM's null block is nobody's"
-        whole = plan.start == 0 and plan.end == plan.handle.token_count
-        if whole and plan.handle.block_size == self._block_size:
+        whole = plan.start == 0 and plan.end == handle.token_count
+        if whole and handle.block_size == self._block_size:
             destination = self._destination.with_tables([blocks])
             return client.run_get(call, key, into=destination, **options).receipt
         with client.run_get(call, key, **options) as got:
-            self._check(got, plan)
+            self._check(got, handle.token_count)
             for cache in self._destination.caches:
                 _write(cache, got, plan, blocks, first * self._block_size)
             return got.receipt
 
-    def _check(self, got: ReceivedSnapshot, plan: LoadPlan) -> None:
+    def _check(self, got: ReceivedSnapshot, token_count: int) -> None:
         """What `into=` compares, but for the page size."""
         caches = self._destination.caches
         own = {(cache.layer_index, cache.role): cache.pool for cache in caches}
         names = [(tensor.layer_index, tensor.role) for tensor in got.tensors]
-        if set(names) != set(own) or got.token_counts.tolist() != [plan.handle.token_count if plan.handle else 0]:
+        if set(names) != set(own) or got.token_counts.tolist() != [token_count]:
             raise GeometryMismatch(
                 "the snapshot is of other layers, or of another number of tokens",
                 field="tensors",
                 offered=f"{len(names)} tensors, {got.token_counts.tolist()} tokens",
-                required=f"{len(own)} tensors, {plan.handle.token_count if plan.handle else 0} tokens",
+                required=f"{len(own)} tensors, {[token_count]} tokens",
             )
         for tensor in got.tensors:
             pool, descriptor = own[tensor.layer_index, tensor.role], tensor.descriptor

@@ -36,6 +36,7 @@ class _Wanted:
     prompt: str
     params: dict[str, Any] = field(default_factory=lambda: failed_params("NOT_PUT: the prompt was not computed"))
     is_ordered: bool = False
+    is_known: bool = False
 
 
 class Requests:
@@ -84,6 +85,7 @@ class Requests:
         wanted = self._told.pop(request_id, None) or self._wanted.get(request_id)
         if wanted is None:
             return
+        wanted.is_known = True
         wanted.params.clear()
         errors = {rank: outcome.error for rank, outcome in outcomes.items() if outcome.error is not None}
         missing = set(range(self._tp_size)) - set(outcomes)
@@ -144,7 +146,7 @@ class Requests:
         wanted = self._wanted.pop(request.request_id, None)
         if wanted is None:
             return None
-        if wanted.is_ordered and not wanted.params.get("do_remote_prefill"):
+        if wanted.is_ordered and not wanted.is_known:
             self._told[request.request_id] = wanted
         return wanted.params
 
