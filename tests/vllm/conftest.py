@@ -73,6 +73,12 @@ def others(folder: Path, model: Path, nodes: dict[str, str], trio: Trio) -> Iter
         dtype=decoding(model, dtype="float16"),
         layout=decoding(model, isa="vec16"),
         weights=decoding(other_seed),
+        cache_dtype=options(
+            model,
+            kv_transfer_config=both | {"kv_load_failure_policy": "fail"},
+            kv_cache_dtype="fp8",
+            enable_prefix_caching=False,
+        ),
         blocks_of_64=decoding(model, block_size=64),
         layerwise=options(model, kv_transfer_config=layerwise),
         # So few blocks that requests are preempted.

@@ -6,7 +6,7 @@ import os
 import random
 from dataclasses import replace
 
-from support.vllm_engines import BLOCK_SIZE, EngineProcess, Trio, expected, loading, random_prompts
+from support.vllm_engines import BLOCK_SIZE, EngineProcess, Store, Trio, expected, loading, random_prompts
 
 PROMPTS = int(os.environ.get("VLLM_TEST_PROMPTS", "200"))
 BATCH = 40
@@ -106,3 +106,22 @@ def test_preempted_requests_go_on_with_the_same_tokens(trio: Trio, others: dict[
     for name, tokens in wanted.items():
         assert (answers[name]["tokens"], answers[name]["computed"]) == (tokens, 1)
     assert small.state() | {"digest": ""} == {"free_blocks": 39, "requests": 0, "forgotten": True, "digest": ""}
+
+
+def test_an_fp8_cache_goes_with_its_scales(others: dict[str, EngineProcess], store: Store) -> None:
+    """From an engine to itself, which keeps no prefixes: what it loads is what it would have computed."""
+    engine = others["cache_dtype"]
+    prompts = random_prompts(36, [1, 33, 64, 200])
+    wanted = expected(engine, prompts)
+    ask = [
+        {"id": name, "prompt": prompt, "max_tokens": 1, "kv": {"do_remote_decode": True}}
+        for name, prompt in prompts.items()
+    ]
+    handles = {name: answer["kv"] for name, answer in engine.generate(ask).items()}
+    with store.client() as client:
+        kept = client.stat(handles["s36n3"]["hurray"]["snapshots"][0]["key"])
+    assert {item.element_type.name for item in kept.descriptors} == {"float8_e4m3"}
+    assert kept.info.annotations["k_scale.0"] == "0000803f" * 4  # 1.0 for each layer
+    answers = engine.generate(loading(prompts, handles))
+    for name, tokens in wanted.items():
+        assert (answers[name]["tokens"], answers[name]["computed"]) == (tokens, 1)

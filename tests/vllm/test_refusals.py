@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -37,13 +40,38 @@ def refused(engine: EngineProcess, prompts: dict[str, list[int]], handles: dict[
     assert engine.state() == before
 
 
-@pytest.mark.parametrize("field", ["kv_heads", "dtype", "layout", "weights"])
+def test_caches_of_other_kinds_are_refused_by_name() -> None:
+    script = Path(__file__).parents[1] / "support" / "vllm_supported.py"
+    ran = subprocess.run([sys.executable, str(script)], stdout=subprocess.PIPE, timeout=180, check=True)
+    assert json.loads(ran.stdout.splitlines()[-1]) == {
+        "full": "taken",
+        "windows treated as full": "taken",
+        "MLA": "kv_cache_spec",
+        "windows": "kv_cache_spec",
+        "chunks": "kv_cache_spec",
+        "states": "kv_cache_spec",
+        "hybrid": "kv_cache_groups",
+        "no cache": "kv_cache_groups",
+        "scales per token": "kv_quant_mode",
+        "pipeline": "pipeline_parallel_size",
+        "context": "decode_context_parallel_size",
+        "speculation": "speculative_config",
+    }
+
+
+@pytest.mark.parametrize("field", ["kv_heads", "dtype", "cache_dtype", "layout", "weights"])
 def test_a_cache_of_another_engine_is_refused_by_field(
     trio: Trio, others: dict[str, EngineProcess], store: Store, field: str
 ) -> None:
     prompts = random_prompts(41, [70])
     handles = trio.hand_over(prompts)
-    (text,) = {"kv_heads": ["offered=2, required=4"], "dtype": ["required=float16"]}.get(field, ["offered="])
+    texts = {
+        "kv_heads": "offered=2, required=4",
+        "dtype": "offered=float32, required=float16",
+        "cache_dtype": "offered=float32, required=float8_e4m3",
+        "layout": "offered=CPU_ATTN/vec, HND, halves, keys transposed, required=CPU_ATTN/vec16, HND",
+    }
+    text = texts.get(field, "offered=files ")
     refused(
         others[field], prompts, handles, f"GEOMETRY_MISMATCH: the snapshot and what is required of it differ in {field}"
     )

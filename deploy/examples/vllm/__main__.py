@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+import hurray_client as ht
 from deploy.demo.processes import daemon, socket_of
 from deploy.examples.vllm.engines import connector, serving
 from deploy.examples.vllm.model import TINY, VOCABULARY, WIDE, Shape, write_model
@@ -42,8 +43,8 @@ def main() -> int:
 
 
 @contextmanager
-def cluster(shape: Shape, *, reference: bool) -> Iterator[dict[str, str]]:
-    """Base URLs of the engines, by name."""
+def cluster(shape: Shape, *, reference: bool) -> Iterator[tuple[str, dict[str, str]]]:
+    """The node's address, and base URLs of the engines by name."""
     with tempfile.TemporaryDirectory(prefix="hurray-vllm-") as name:
         folder = Path(name)
         model = write_model(folder / "model", seed=1, shape=shape)
@@ -55,7 +56,7 @@ def cluster(shape: Shape, *, reference: bool) -> Iterator[dict[str, str]]:
             if reference:
                 roles["alone"] = None
             with serving(folder, model, roles, {"HURRAY_SHM__PATH": socket_of("store", folder)}) as urls:
-                yield urls
+                yield address, urls
 
 
 def request(length: int, source: random.Random, max_tokens: int = 8) -> dict[str, Any]:
@@ -73,17 +74,33 @@ def example(console: Console) -> int:
     console.print("Starting a daemon and three engines: about a minute")
     source = random.Random(1)
     wrong = 0
-    with cluster(TINY, reference=True) as urls, running_router(urls["prefill"], urls["decode"]) as router:
-        table = Table("prompt", "through the router", "by one engine", "equal")
+    with (
+        cluster(TINY, reference=True) as (address, urls),
+        running_router(urls["prefill"], urls["decode"]) as router,
+        ht.connect(address) as client,
+    ):
+        table = Table("prompt", "through the router", "by one engine", "loaded, equal")
         for _ in range(REQUESTS):
             body = request(source.randrange(1, 400), source)
-            handed, alone = (ask(url + GENERATE, body)["choices"][0] for url in (router, urls["alone"]))
-            equal = handed["token_ids"] == alone["token_ids"] and handed["finish_reason"] == "length"
+            handed, alone = (ask(url + GENERATE, body)["choices"][0] for url in (router.url, urls["alone"]))
+            equal = handed["token_ids"] == alone["token_ids"] and was_loaded(client, router.handed[-1])
             wrong += not equal
             shown = [" ".join(map(str, choice["token_ids"] or [])) for choice in (handed, alone)]
             table.add_row(f"{len(body['token_ids'])} tokens", *shown, "yes" if equal else "NO")
         console.print(table)
     return 1 if wrong else 0
+
+
+def was_loaded(client: ht.Client, params: dict[str, Any] | None) -> bool:
+    """Whether a cache was handed over: the load deletes it from the node."""
+    if params is None or not params["do_remote_prefill"]:
+        return False
+    snapshot = params["hurray"]["snapshots"][0]
+    try:
+        client.stat(snapshot["key"], generation=snapshot["generation"])
+    except ht.KeyDeleted:
+        return True
+    return False
 
 
 def ttft(console: Console) -> int:
@@ -92,7 +109,7 @@ def ttft(console: Console) -> int:
     for name, shape in (("tiny", TINY), ("wide", WIDE)):
         console.print(f"Starting engines of the {name} model: about a minute")
         source = random.Random(1)
-        with cluster(shape, reference=False) as urls:
+        with cluster(shape, reference=False) as (_, urls):
             times: dict[str, list[float]] = {"computed": [], "handed over": []}
             for repetition in range(REPETITIONS + 1):
                 fresh, given = (one_token(request(LONGEST, source)) for _ in range(2))

