@@ -14,7 +14,7 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from typing import Any, Final
 
-START_S: Final = 20.0
+START_S: Final = 60.0
 STOP_S: Final = 10.0
 ENGINE_S: Final = 60.0
 

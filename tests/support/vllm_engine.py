@@ -77,6 +77,8 @@ class Engine:
                 if output.finished:
                     answers[output.request_id] = self._answer(output)
             steps += 1
+            if not self.scheduler.running:
+                time.sleep(0.001)  # as vLLM does in a process of its own, for threads that load
         for name, count in self.computed.items():
             for request_id in (name, name.rpartition("-")[0]):  # vLLM adds a suffix to the ids that it is given
                 if request_id in answers:
