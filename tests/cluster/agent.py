@@ -30,7 +30,7 @@ PAGES_PER_MIB = 4
 Pools = dict[tuple[int | None, str], npt.NDArray[np.float16]]
 
 Steps = tuple[tuple[type, str], ...]
-SENDING: Steps = ((SnapshotSource, "stage"), (SnapshotSource, "stage_parts"))
+SENDING: Steps = ((SnapshotSource, "stage"),)
 ARRIVING: Steps = ((ImageTarget, "arrived"), (ScatterTarget, "arrived"))
 
 

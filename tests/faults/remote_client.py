@@ -79,23 +79,18 @@ def large_snapshot() -> ht.KVSnapshot:
     return make_snapshot(caches, tables=[list(range(128))], counts=[2048])
 
 
-def pause_once(kind: type, methods: Sequence[str], at: int) -> None:
-    """Have the data-plane thread wait for a line at one chunk of the next transfer, in the first of these methods."""
-    whole = {method: getattr(kind, method) for method in methods}
+def pause_once(kind: type, method: str, at: int) -> None:
+    """Have the data-plane thread wait for a line at one chunk of the next transfer."""
+    whole = getattr(kind, method)
 
-    def pausing(method: str) -> Callable[..., Any]:
-        def patched(self: Any, chunk: Chunk, *others: Any) -> Any:
-            if chunk.index == at % len(self.plan.chunks):
-                for name, original in whole.items():
-                    setattr(kind, name, original)
-                answer(middle=True)
-                sys.stdin.readline()
-            return whole[method](self, chunk, *others)
+    def patched(self: Any, chunk: Chunk, *others: Any) -> Any:
+        if chunk.index == at % len(self.plan.chunks):
+            setattr(kind, method, whole)
+            answer(middle=True)
+            sys.stdin.readline()
+        return whole(self, chunk, *others)
 
-        return patched
-
-    for method in methods:
-        setattr(kind, method, pausing(method))
+    setattr(kind, method, patched)
 
 
 def answer(**values: Any) -> None:
@@ -116,12 +111,12 @@ def hold(client: ht.Client, key: str) -> None:
 
 
 def put(client: ht.Client, key: str, at: str) -> None:
-    pause_once(SnapshotSource, ("stage", "stage_parts"), int(at))
+    pause_once(SnapshotSource, "stage", int(at))
     client.put(key, large_snapshot(), timeout_s=30)
 
 
 def get(client: ht.Client, key: str, at: str) -> None:
-    pause_once(ImageTarget, ("arrived",), int(at))
+    pause_once(ImageTarget, "arrived", int(at))
     client.get(key, timeout_s=30).close()
 
 
