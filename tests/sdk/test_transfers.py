@@ -378,10 +378,10 @@ def test_a_stream_cut_after_the_last_byte_yields_the_one_receipt(
     stage, key = payload.stage, f"unknown/{transport}/{payload.__name__}"
     with Proxy(daemon.address) as proxy, ht.connect(proxy.address) as source, ThreadPoolExecutor(1) as pool:
 
-        def mute_at_the_last(self: Any, chunk: Chunk, take_staging: Any) -> Any:
+        def mute_at_the_last(self: Any, chunk: Chunk, *others: Any) -> Any:
             if chunk.index + 1 == len(self.plan.chunks):
                 proxy.do(silence(DOWN))
-            return stage(self, chunk, take_staging)
+            return stage(self, chunk, *others)
 
         monkeypatch.setattr(payload, "stage", mute_at_the_last)
         if payload is SnapshotSource:
