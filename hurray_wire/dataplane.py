@@ -50,9 +50,6 @@ from hurray_wire.view import Shown, View
 
 _log = get_logger("hurray.dataplane")
 
-SPIN_S: Final = 150e-6
-"""How long the thread polls after something moved before it sleeps, while more is in flight."""
-
 STALL_S: Final = 5.0
 """Sends in flight without one completing for this long: the peer's data plane is taken for dead."""
 
@@ -317,22 +314,15 @@ class DataPlane:
             self._run_commands()  # late callers get an answer
 
     def _loop(self) -> None:
-        active_until = 0.0
         while True:
             worked, moved = self._run_commands(), False
             for transport in self._peers.transports.values():
                 moved |= transport.progress()
-            now = time.monotonic()
-            wake_at = self._run_timers(now)
+            wake_at = self._run_timers(time.monotonic())
             if (self._stopping or self._retiring) and not self._transfers and not self._peers.entries:
                 return
-            if moved:
-                active_until = now + SPIN_S
-            elif not worked and (now >= active_until or not self._in_flight()):
+            if not (worked or moved):  # at once: to poll for more would cost others the core that they need to send it
                 self._sleep(wake_at)
-
-    def _in_flight(self) -> bool:
-        return any(transfer.machine.in_flight for transfer in self._transfers.values())
 
     def _sleep(self, wake_at: float | None) -> None:
         self._asleep = True

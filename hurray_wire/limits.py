@@ -29,7 +29,7 @@ class Pace:
 _PACE: Final = Pace(chunk_bytes=4 << 20, window=4)
 _PACES: Final = {
     "shm": Pace(chunk_bytes=4 << 20, window=4, in_flight_max_bytes=SHM_STAGING_BYTES),
-    "ucx": Pace(chunk_bytes=2 << 20, window=4),
+    "ucx": Pace(chunk_bytes=2 << 20, window=2),
 }
 
 

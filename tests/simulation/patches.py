@@ -88,7 +88,6 @@ def table(world: World) -> list[tuple[str, str, Any]]:
                 "os": m.Os(kernel, preempts=True),
                 "uuid": uuid,
                 "Future": lambda: k.Future(kernel),
-                "SPIN_S": 0.0,  # to poll while time stands still would be for ever
             },
         ),
         ("hurray_wire.peers", {"time": time}),

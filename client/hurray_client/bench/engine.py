@@ -63,8 +63,7 @@ class Engine:
     ) -> dict[str, Any]:
         """One put; begun at the time `at` of the monotonic clock, which all processes share."""
         snapshot = self._snapshot(workload)
-        while time.monotonic() < at:
-            pass
+        time.sleep(max(0.0, at - time.monotonic()))  # not spinning: others may need this core to begin
         began = time.monotonic()
         receipt = self._client.put(
             key,
@@ -88,11 +87,16 @@ class Engine:
 
     def delete(self, key: str) -> None:
         """Delete what was put, and wait until the node has its memory back, which it gets a little later."""
+        until = time.monotonic() + _FREE_S
+
+        def wait(unless: Callable[[Any], bool]) -> None:
+            while unless(self._client.node().arena) and time.monotonic() < until:
+                time.sleep(1e-3)
+
+        wait(lambda arena: arena.receiving_bytes > 0)  # what was put is told as held a little later
         held = self._client.node().arena.held_bytes
         self._client.delete(key)
-        until = time.monotonic() + _FREE_S
-        while self._client.node().arena.held_bytes >= held and time.monotonic() < until:
-            time.sleep(1e-3)
+        wait(lambda arena: arena.held_bytes >= held)
 
     # --- gets -------------------------------------------------------------------------------------------------------
 
