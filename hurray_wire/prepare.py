@@ -64,10 +64,10 @@ class PreparedSnapshot:
         self._copied_count = 0
         self.structure = compaction.structure
         wire = self.tensors[0].descriptor.index_dtype
-        self.block_table: Bytes = self.structure.block_table.astype(wire).view(np.uint8)
-        self.seq_ptr: Bytes = self.structure.seq_ptr.astype(wire).view(np.uint8)
+        self.block_table: Bytes = self.structure.block_table.astype(wire, copy=False).view(np.uint8)
+        self.seq_ptr: Bytes = self.structure.seq_ptr.astype(wire, copy=False).view(np.uint8)
         self._all_live = bool((compaction.live == self.structure.page_size).all())
-        self._page_ids = compaction.pages.astype(np.intp)
+        self._page_ids = compaction.pages.view(np.intp)
         self._page_bytes = [tensor.descriptor.page_bytes for tensor in self.tensors]
         self._is_checked = [not takes_any_bytes(tensor.descriptor) for tensor in self.tensors]
 

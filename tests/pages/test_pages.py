@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -130,6 +131,19 @@ def test_compaction_of_a_huge_pool_gives_the_same_and_takes_no_memory_by_pages(
     assert (moved.pages - offset).tolist() == near.pages.tolist()
     assert moved.structure.block_table.tolist() == near.structure.block_table.tolist()
     assert moved.live.tolist() == near.live.tolist()
+
+
+@given(st.lists(st.integers(0, 5), max_size=12), st.integers(0, 6), st.sampled_from([np.uint32, np.uint64]))
+def test_a_pool_is_compact_if_first_uses_count_through_its_pages(
+    table: list[int], num_pages: int, index: type[np.unsignedinteger[Any]]
+) -> None:
+    structure = structure_of([table], [len(table) * 4], page_size=4, num_pages=num_pages)
+    structure = dataclasses.replace(structure, block_table=structure.block_table.astype(index))
+    if list(dict.fromkeys(table)) == list(range(num_pages)):
+        check_compact(structure)
+    else:
+        with pytest.raises(InvalidContents):
+            check_compact(structure)
 
 
 @pytest.mark.parametrize(
