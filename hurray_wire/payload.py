@@ -284,6 +284,10 @@ class ImageTarget:
         """All buffers of one tensor."""
         return [self.buffer(tensor, number) for number in range(len(self.plan.descriptors[tensor].buffers))]
 
+    def parameters(self, tensor: int) -> tuple[Bytes, ...]:
+        """The buffers of one tensor from 3 on."""
+        return tuple([self.buffer(tensor, number) for number in range(3, len(self.plan.descriptors[tensor].buffers))])
+
     def check_index(self) -> None:
         """See TargetPayload."""
         # Private copies would cost little, and are not needed: nobody but the transport can write here, and it is done.
@@ -414,6 +418,10 @@ class ViewTarget:
     def buffers(self, tensor: int) -> list[Bytes]:
         """All buffers of one tensor."""
         return [self.buffer(tensor, number) for number in range(len(self.plan.descriptors[tensor].buffers))]
+
+    def parameters(self, tensor: int) -> tuple[Bytes, ...]:
+        """The buffers of one tensor from 3 on."""
+        return tuple([self.buffer(tensor, number) for number in range(3, len(self.plan.descriptors[tensor].buffers))])
 
     def check_index(self) -> None:
         """See TargetPayload."""

@@ -401,7 +401,7 @@ class _Landing:
         assert not isinstance(payload, ScatterTarget)
         assert payload.structure is not None
         tensors = [
-            KVTensor(descriptor, payload.buffer(number, 0), tuple(payload.buffers(number)[3:]))
+            KVTensor(descriptor, payload.buffer(number, 0), payload.parameters(number))
             for number, descriptor in enumerate(payload.summary().descriptors)
         ]
         return ReceivedSnapshot.of(tensors, payload.structure, receipt)
