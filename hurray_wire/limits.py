@@ -23,11 +23,14 @@ class Pace:
     window: int
     in_flight_max_bytes: int | None = None
     """More is slower, whatever chunks and window are."""
+    scatter_window: int | None = None
+    """Of targets that scatter chunks as they arrive, where another than `window` is faster."""
 
 
 # Below 512 KiB throughput falls; far above 4 MiB one progress call runs long and commands wait.
 _PACE: Final = Pace(chunk_bytes=4 << 20, window=4)
 _PACES: Final = {
+    "tcp": Pace(chunk_bytes=4 << 20, window=2, scatter_window=4),
     "shm": Pace(chunk_bytes=4 << 20, window=4, in_flight_max_bytes=SHM_STAGING_BYTES),
     "ucx": Pace(chunk_bytes=2 << 20, window=2),
 }
@@ -38,10 +41,10 @@ def chunk_bytes_for(transport: str, configured: int | None = None) -> int:
     return configured or _PACES.get(transport, _PACE).chunk_bytes
 
 
-def window_for(transport: str, chunk_bytes: int, configured: int | None = None) -> int:
+def window_for(transport: str, chunk_bytes: int, configured: int | None = None, *, scatters: bool = False) -> int:
     """Chunks that a target lets its source have in flight over this transport."""
     pace = _PACES.get(transport, _PACE)
-    window = configured or pace.window
+    window = configured or (scatters and pace.scatter_window) or pace.window
     return window if pace.in_flight_max_bytes is None else max(1, min(window, pace.in_flight_max_bytes // chunk_bytes))
 
 

@@ -282,7 +282,8 @@ def get_once(node: Node, call: Call, order: GetOrder) -> ReceivedSnapshot:
     payload: TargetPayload = landing.payload
     if reporter is not None:
         payload = cast("TargetPayload", Counted(payload, reporter))
-    window = window_for(transport, offer.chunk_bytes, node.config.window)
+    scatters = order.destination is not None
+    window = window_for(transport, offer.chunk_bytes, node.config.window, scatters=scatters)
     accept = pb.Accept(transfer=exchange.number, transport=transport, window=window)
 
     def take(response: pb.GetResponse) -> None:

@@ -286,7 +286,9 @@ class Outgoing:
                 return
             offset, nbytes = found
             piece = send.buffer[send.copied_bytes : send.copied_bytes + nbytes]
+            began = time.perf_counter()
             np.copyto(ring.memory[offset : offset + nbytes], piece)
+            ring.note_staged(nbytes, time.perf_counter() - began)
             send.copied_bytes += nbytes
             self._in_ring[offset] = (send, nbytes)
             self._pulled.popleft()

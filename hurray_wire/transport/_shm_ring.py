@@ -139,7 +139,7 @@ class Ring:
         self._address = self.memory.ctypes.data
 
     def note_staged(self, nbytes: int, seconds: float) -> None:
-        """A message was staged here in so much time."""
+        """A message, or a piece of one, was written here in so much time."""
         self._reach.note(nbytes, seconds)
         self.ranges.reach_bytes = self._reach.nbytes
 
