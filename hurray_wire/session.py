@@ -34,6 +34,7 @@ from typing import Any, Final
 from hurray_wire.errors import (
     Cancelled,
     ChecksumMismatch,
+    DeadlineExceeded,
     HurrayError,
     Misuse,
     OutcomeUnknown,
@@ -259,7 +260,11 @@ class SourceSession:
         if self.phase is _S.CANCELLING:
             self._settle()  # the target confirms; the outcome is why we gave up
         elif self.phase not in SOURCE_OVER:
-            self._fail(event.error)
+            error = event.error
+            if isinstance(error, DeadlineExceeded) and self.stage == "announce":
+                # Both sides count one budget. Whoever was first to say that it is spent: the target did not know why.
+                error = DeadlineExceeded(error.message, **(error.details | {"stage": self.stage}))
+            self._fail(error)
 
     def _on_StreamLost(self, _: StreamLost) -> None:
         self._stream_open = False

@@ -150,7 +150,7 @@ class Node:
     def remove(self, transfer: Transfer[Any]) -> None:
         """The outcome of a transfer is certain: it makes room for another."""
         if transfer in self.transfers:
-            self.transfers.remove(transfer)
+            self.transfers.discard(transfer)
             self._share.give_back(transfer.tenant)
 
     def ended(self, transfer: Transfer[Any]) -> None:

@@ -248,6 +248,15 @@ def test_chunks_are_sent_as_they_become_ready() -> None:
     assert feed(machine, s.ChunksReady(10**9)) == [s.SendChunk(2), s.SendChunk(3)]
 
 
+@pytest.mark.parametrize(("sent", "stage"), [(2, "announce"), (1, "pages")])
+def test_who_is_first_to_say_that_the_budget_is_spent_does_not_hide_what_was_waited_for(sent: int, stage: str) -> None:
+    machine = s.SourceSession(4, 1, 2)
+    feed(machine, s.Accepted(4), *[s.SendDone(chunk) for chunk in range(sent)])
+    feed(machine, s.PeerStopped(DeadlineExceeded("spent", stage="pages", budget_s=2)))
+    assert machine.outcome is not None
+    assert (machine.outcome.stage, machine.outcome.details["budget_s"]) == (stage, "2")
+
+
 def test_checksums_are_told_with_the_index_then_in_batches_then_at_the_end() -> None:
     machine = s.SourceSession(2 + s.CHECKSUM_BATCH + 3, 2, 2)
     feed(machine, s.Accepted(16))
