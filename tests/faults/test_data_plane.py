@@ -252,5 +252,5 @@ def test_a_bit_that_flips_on_a_plain_wire_is_lost_data(daemon: RunningDaemon, tm
     through, point = partial(through_tcp, daemon), TCP_POINTS[kind]["middle of a chunk"]
     with ht.connect(daemon.address, config=settings(daemon, "shm", chunk_bytes=CHUNK_BYTES)) as direct:
         hand_over(daemon, through, direct, kind, "flipped", tmp_path / "x", point, flip_bit(0), ("DATA_LOSS",))
-        assert [info.key for info in direct.list()] == (["flipped"] if kind == "get" else [])
+        assert [info.key for info in direct.list("flipped")] == (["flipped"] if kind == "get" else [])
         clean(direct)
