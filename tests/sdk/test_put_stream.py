@@ -237,7 +237,7 @@ def test_the_budget_counts_what_the_block_takes(client: ht.Client) -> None:
     client.put("warm", make_snapshot())
     with (
         pytest.raises(ht.DeadlineExceeded) as caught,
-        client.put_stream("late", snapshot_of(poisoned()), timeout_s=2) as stream,
+        client.put_stream("late", snapshot_of(poisoned()), timeout_s=4) as stream,
     ):
         ready_once_over(stream, 0, LAYERS - 1)
     assert caught.value.stage == "announce"
