@@ -263,7 +263,8 @@ class SourceSession:
             error = event.error
             if isinstance(error, DeadlineExceeded) and self.stage == "announce":
                 # Both sides count one budget. Whoever was first to say that it is spent: the target did not know why.
-                error = DeadlineExceeded(error.message, **(error.details | {"stage": self.stage}))
+                details: dict[str, Any] = error.details | {"stage": self.stage}
+                error = DeadlineExceeded(error.message, **details)
             self._fail(error)
 
     def _on_StreamLost(self, _: StreamLost) -> None:
