@@ -92,6 +92,7 @@ def read_cache(
     layers = {extract_layer_index(name): name for name in names}
     if len(layers) != len(names):
         raise Unsupported("several caches of one layer are not handed over", field="layers", offered=", ".join(names))
+    _check_memory(kv_caches[names[0]], spec.block_size)
     context = vllm_config.compilation_config.static_forward_context
     interiors = {read_back(context[name], kv_caches[name], vllm_config.model_config.dtype) for name in names}
     if len(interiors) != 1:
@@ -104,15 +105,7 @@ def read_cache(
             ("key", "value"), split(tensor.shape, tensor.stride(), spec.head_size, interior), strict=True
         ):
             caches[index, role] = tensor.as_strided(part.shape, part.strides, tensor.storage_offset() + part.offset)
-    first = context[names[0]]
-    cache = kv_caches[names[0]]
-    if cache.shape[2] != spec.block_size:
-        raise Unsupported(
-            "blocks that are several of the kernel's are not handed over",
-            field="block_size",
-            offered=spec.block_size,
-            required=int(cache.shape[2]),
-        )
+    first, cache = context[names[0]], kv_caches[names[0]]
     group_of_ranks = get_tp_group()
     cache_type = vllm_config.cache_config.cache_dtype
     fingerprint = {
@@ -137,21 +130,36 @@ def read_cache(
     )
 
 
+def _check_memory(cache: torch.Tensor, block_size: int) -> None:
+    if cache.device.type != "cpu":
+        raise Unsupported(
+            "caches in device memory are not handed over: nothing orders a transfer after a stream yet",
+            field="device",
+            offered=cache.device.type,
+            required="cpu",
+        )
+    if cache.shape[2] != block_size:
+        raise Unsupported(
+            "blocks that are several of the kernel's are not handed over",
+            field="block_size",
+            offered=block_size,
+            required=int(cache.shape[2]),
+        )
+
+
 def read_back(layer: Any, cache: torch.Tensor, dtype: torch.dtype) -> Interior:
     """How this layer's backend keeps keys and values in a block: it writes some to a cache like the layer's, and what
     is there is compared with each way that is known. Raises Unsupported if none is it."""
     _, heads, slots, _ = cache.shape
     head_size = layer.head_size
     size = 1 + sum((length - 1) * step for length, step in zip((2, *cache.shape[1:]), cache.stride(), strict=True))
-    scratch = torch.zeros(size, dtype=cache.dtype, device=cache.device).as_strided(
-        (2, *cache.shape[1:]), cache.stride()
-    )
+    scratch = torch.zeros(size, dtype=cache.dtype).as_strided((2, *cache.shape[1:]), cache.stride())
     random = torch.Generator().manual_seed(0)
     # Small whole numbers are exact in every type, the 8-bit ones included.
     written = torch.randint(-8, 9, (2, slots + slots // 2, heads, head_size), generator=random)
     scaled = [written[0] * float(layer._k_scale_float), written[1] * float(layer._v_scale_float)]
-    keys, values = (part.to(dtype).to(cache.device) for part in scaled)
-    where = torch.arange(keys.shape[0], dtype=torch.int64, device=cache.device)
+    keys, values = (part.to(dtype) for part in scaled)
+    where = torch.arange(keys.shape[0], dtype=torch.int64)
     backend = type(layer.impl).__name__
     if not hasattr(layer.impl, "do_kv_cache_update"):
         raise Unsupported("this attention backend does not say how it writes", field="layout", offered=backend)
@@ -167,7 +175,7 @@ def read_back(layer: Any, cache: torch.Tensor, dtype: torch.dtype) -> Interior:
         except Unsupported:
             continue
         seen = [stored.as_strided(part.shape, part.strides, part.offset) for part in parts]
-        flat = [part.reshape(-1, heads, head_size)[: keys.shape[0]].float().cpu() for part in seen]
+        flat = [part.reshape(-1, heads, head_size)[: keys.shape[0]].float() for part in seen]
         if all(torch.equal(one, other.float()) for one, other in zip(flat, written, strict=True)):
             return interior
     raise Unsupported(

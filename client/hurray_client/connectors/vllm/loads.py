@@ -25,7 +25,6 @@ from hurray_client.receipt import Receipt
 from hurray_client.transfer import ReceivedSnapshot
 from hurray_wire.destination import Destination
 from hurray_wire.errors import GeometryMismatch, HurrayError
-from hurray_wire.memory import array_module
 from hurray_wire.paged import CacheKey, DeclaredCache, tensor_name
 
 logger = logging.getLogger(__name__)
@@ -192,6 +191,4 @@ def _write(
     if words.ndim == 2:  # pages in one piece
         width = pool.element_type.bits // 8
         words = words.view(f"u{width}").reshape(pool.num_pages, pool.page_size, pool.num_heads, pool.head_dim)
-    xp = array_module(words)
-    slots = xp.asarray(blocks[positions // pool.page_size]), xp.asarray(positions % pool.page_size)
-    words[slots] = xp.asarray(rows.view(words.dtype))
+    words[blocks[positions // pool.page_size], positions % pool.page_size] = rows.view(words.dtype)
