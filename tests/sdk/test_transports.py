@@ -274,11 +274,11 @@ STALL = """
     from hurray_wire.payload import SnapshotSource
     from sdk.test_node import SMALL_CHUNKS, large_snapshot
     stage = SnapshotSource.stage
-    def stop(self, chunk, take_staging):
+    def stop(self, chunk, *others):
         if chunk.index == 20:
             print("stalled", flush=True)
             threading.Event().wait()
-        return stage(self, chunk, take_staging)
+        return stage(self, chunk, *others)
     SnapshotSource.stage = stop
     with ht.connect(sys.argv[1], config=SMALL_CHUNKS, transports=[sys.argv[2]]) as client:
         client.put("stalled", large_snapshot())
