@@ -75,6 +75,8 @@ class _Staging:
 
     buffer: Buffer
     owner: Endpoint | None
+    keeps: bool = True
+    """Whether memory of ours is kept for the next transfer here; else whoever gave it does."""
 
 
 @dataclass(eq=False)
@@ -197,6 +199,10 @@ class DataPlane:
     def parameters(self) -> tuple[TransportParameters, ...]:
         """What peers need to connect to this side, by each transport that runs."""
         return tuple(self._peers.parameters.values())
+
+    def takes_device_memory(self, kind: str) -> bool:
+        """Whether the transport of this kind, which runs, sends and receives memory of GPUs as it is."""
+        return self._peers.transports[kind].takes_device_memory
 
     @property
     def transfer_count(self) -> int:
@@ -641,6 +647,12 @@ class DataPlane:
         return 0 if chunk.index == transfer.plan.view_chunk else transfer.order.hash(buffer)
 
     def _take_staging(self, transfer: _Transfer, endpoint: Endpoint, chunk: Chunk) -> Buffer:
+        order = transfer.order
+        assert isinstance(order, SourceOrder)
+        elsewhere = order.payload.staging(transfer.plan.max_chunk_bytes)
+        if elsewhere is not None:
+            transfer.staging[chunk.index] = _Staging(elsewhere, None, keeps=False)
+            return elsewhere
         own = endpoint.take_staging(chunk.nbytes)
         if own is not None:
             transfer.staging[chunk.index] = _Staging(own, endpoint)
@@ -658,6 +670,8 @@ class DataPlane:
         if staging is None:
             return
         if staging.owner is None:
+            if not staging.keeps:
+                return
             kept = sum(buffer.nbytes for buffer in self._spare)
             if kept + staging.buffer.nbytes <= STAGING_KEEP_BYTES:
                 self._spare.append(staging.buffer)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from .descriptor import Descriptor
 from .dtypes import ElementType
 from .errors import GeometryMismatch, InvalidSnapshot
-from .memory import array_module
+from .memory import array_module, device_of, is_on_device, on_device_of
 from .packing import E8M0_NEUTRAL, E8M0_TAG
 from .paged import (
     BlockTables,
@@ -102,6 +102,11 @@ class Destination:
         return Destination(self.caches, seq_ptr, block_table)
 
     @property
+    def device(self) -> tuple[int, int]:
+        """Device tag and number of the device that the pools are on."""
+        return device_of(self.caches[0].pool.array)
+
+    @property
     def num_seqs(self) -> int:
         """Number of block tables."""
         return int(self.seq_ptr.size) - 1
@@ -183,14 +188,17 @@ class Destination:
         page_bytes = descriptor.page_bytes
         if not page_bytes:
             return
+        pool = cache.pool.array
+        if is_on_device(pool):
+            data = on_device_of(pool, data)
         rows = data.reshape(-1, page_bytes)
         check_pool(descriptor, rows, placement.source_live, first_page)
         start, end = np.searchsorted(placement.sources, [first_page, first_page + rows.shape[0]])
         taken = placement.sources[start:end] - first_page
         if not (_is_range(taken, rows.shape[0]) and getattr(rows.flags, "writeable", True)):
-            rows = rows[taken]
+            rows = rows[on_device_of(rows, taken) if is_on_device(rows) else taken]
         clear_dead(descriptor, rows, placement.live[start:end])
-        scatter(cache.pool.array, placement.pages[start:end], rows)
+        scatter(pool, placement.pages[start:end], rows)
         self._written[tensor_index] += int(end - start)
 
     def set_parameters(self, tensor_index: int, parameters: Sequence[Buffer]) -> None:
@@ -225,7 +233,8 @@ class Destination:
         for cache in self.caches:
             pool = cache.pool.array
             word = E8M0_NEUTRAL if cache.pool.element_type.tag == E8M0_TAG else 0
-            pool[ids] = word if pool.dtype.kind == "u" else np.zeros((), dtype=pool.dtype)
+            rows = on_device_of(pool, ids) if is_on_device(pool) else ids
+            pool[rows] = word if pool.dtype.kind == "u" else np.zeros((), dtype=pool.dtype)
             if cache.quantized is not None and isinstance(cache.quantized.scheme, PerBlockAffine):
                 for value, array in zip((1, 0), cache.quantized.parameters, strict=False):
                     array.reshape(-1, cache.pool.page_size)[ids] = value

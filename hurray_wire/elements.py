@@ -15,7 +15,7 @@ import numpy.typing as npt
 from .descriptor import Descriptor
 from .dtypes import ElementType
 from .errors import InvalidRequest, Unsupported
-from .memory import byte_view, to_host
+from .memory import byte_view, is_on_device, on_device_of, to_host
 from .packing import unpack, values, word_dtype
 from .parameters import Buffer, parameter_arrays
 from .quantization import PerBlockAffine, PerChannelAffine, PerTensorAffine
@@ -66,7 +66,9 @@ def lookup(  # noqa: PLR0917 - the four coordinates of an element
         scale, zero_point = scheme.scale, scheme.zero_point
     else:
         entry = page * structure.page_size + slot if isinstance(scheme, PerBlockAffine) else (h, d)[scheme.axis - 1]
-        found = {item.kind: array[entry] for item, array in parameter_arrays(descriptor, buffers)}
+        found = {
+            item.kind: to_host(array).view(item.dtype)[entry] for item, array in parameter_arrays(descriptor, buffers)
+        }
         scale, zero_point = float(found["scale"]), int(found.get("zero_point", 0))
     real = float(np.float32(scale) * np.float32(stored - zero_point))
     return Lookup(page, slot, flat, raw, stored, scale, zero_point, real)
@@ -122,12 +124,16 @@ def _page_words(descriptor: Descriptor, page_pool: Any, pages: npt.NDArray[Any])
         return np.empty(shape, dtype=word_dtype(element_type))
     ids = pages.astype(np.intp)
     if page_pool.ndim == 4:
-        return to_host(page_pool[ids]).reshape(shape)
+        return to_host(_taken(page_pool, ids)).reshape(shape)
     if descriptor.page_bytes is None:
         words = unpack(to_host(page_pool.reshape(-1)), element_type, descriptor.num_pages * descriptor.page_elements)
         return words.reshape(descriptor.num_pages, descriptor.page_elements)[ids].reshape(shape)
-    rows = to_host(page_pool.reshape(descriptor.num_pages, descriptor.page_bytes)[ids])
+    rows = to_host(_taken(page_pool.reshape(descriptor.num_pages, descriptor.page_bytes), ids))
     return unpack(rows.reshape(-1), element_type, ids.size * descriptor.page_elements).reshape(shape)
+
+
+def _taken(pages: Any, ids: npt.NDArray[np.intp]) -> Any:
+    return pages[on_device_of(pages, ids) if is_on_device(pages) else ids]
 
 
 def _dequantize(
@@ -141,7 +147,8 @@ def _dequantize(
         return stored.astype(np.float32)
     scale: Any = np.float32(scheme.scale) if isinstance(scheme, PerTensorAffine) else None
     zero_point: Any = scheme.zero_point if isinstance(scheme, PerTensorAffine) else 0
-    for parameter, array in parameter_arrays(descriptor, buffers):
+    for parameter, stored_array in parameter_arrays(descriptor, buffers):
+        array = to_host(stored_array).view(parameter.dtype)
         if isinstance(scheme, PerChannelAffine):
             entries = array[:, None] if scheme.axis == 1 else array
         else:

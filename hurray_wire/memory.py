@@ -11,7 +11,7 @@ import mmap
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +72,49 @@ def map_huge(nbytes: int) -> tuple[mmap.mmap, npt.NDArray[np.uint8]]:
     return mapping, whole[start : start + nbytes]
 
 
+class Place(Protocol):
+    """Where a process keeps bytes: its host, or one of its GPUs. `device_tag` and `memory_class` are the format's."""
+
+    @property
+    def device_tag(self) -> int: ...
+    @property
+    def memory_class(self) -> int: ...
+
+    def take(self, nbytes: int) -> Any:
+        """uint8 [nbytes], page-aligned. Raises OSError or MemoryError where there is no memory."""
+
+    def enter(self) -> None:
+        """What this thread starts there from here on is done in the order in which it was started."""
+
+    def settle(self) -> None:
+        """Wait until it is done."""
+
+
+class _Host:
+    """The host: everything is done at once."""
+
+    device_tag: ClassVar[int] = DEVICE_CPU
+    memory_class: ClassVar[int] = STANDARD
+
+    def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """See Place."""
+        return huge_empty(nbytes)
+
+    def enter(self) -> None:
+        """See Place."""
+
+    def settle(self) -> None:
+        """See Place."""
+
+
+HOST: Final[Place] = _Host()
+
+
+def device_of(array: Any) -> tuple[int, int]:
+    """Device tag and number of the device that an array is on."""
+    return (DEVICE_CUDA, int(array.device.id)) if is_on_device(array) else (DEVICE_CPU, 0)
+
+
 def is_page_aligned(array: npt.NDArray[Any]) -> bool:
     """True if the array's first byte is at a multiple of 4096, or it has none."""
     return array.nbytes == 0 or array.ctypes.data % PAGE_BYTES == 0
@@ -105,7 +148,9 @@ def as_array(source: object) -> ArrayView:
     if torch is not None and isinstance(source, torch.Tensor):
         return _from_torch(torch, source)
     if hasattr(source, "__cuda_array_interface__"):
-        return _on_cuda(_cupy().asarray(source))
+        cupy = _cupy()
+        # CuPy would copy an array of its own from another GPU to the current one.
+        return _on_cuda(source if isinstance(source, cupy.ndarray) else cupy.asarray(source))
     if hasattr(source, "__dlpack__"):
         return _from_dlpack(source)
     if hasattr(source, "__array_interface__"):
@@ -142,6 +187,12 @@ def on_device_of(array: Any, host: Any) -> Any:
     """A host array on the GPU of `array`; one that is there already stays."""
     with array.device:
         return array_module(array).asarray(host)
+
+
+def empty_beside(array: Any, nbytes: int) -> Any:
+    """uint8 [nbytes] on the GPU of `array`, for work in between."""
+    with array.device:
+        return array_module(array).empty(nbytes, dtype=np.uint8)
 
 
 def copy_into(target: Any, source: Any) -> None:

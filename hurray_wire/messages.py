@@ -32,6 +32,7 @@ from hurray_wire.limits import KEY_MAX_BYTES, Limits
 from hurray_wire.orders import Output
 from hurray_wire.paged import check_roles
 from hurray_wire.policy import Policy
+from hurray_wire.sections import DEVICE_NAMES, MEMORY_CLASS_NAMES
 from hurray_wire.status import from_status, to_status
 from hurray_wire.transport.base import TAG_TRANSFER_BITS, TransportParameters
 from hurray_wire.v1 import transfer_pb2 as pb
@@ -178,6 +179,31 @@ def check_transports(kinds: Sequence[str]) -> None:
             offered=f"{len(kinds)}, the longest of {size} characters",
             required=f"<= {TRANSPORTS_MAX} of at most {TRANSPORT_KIND_MAX} characters",
         )
+
+
+def check_place(descriptors: Sequence[Descriptor], device_tag: int, memory_class: int, *, via_host: bool) -> None:
+    """Raise CapabilityMismatch, naming tensor and field, for a pool of another device or memory class than that of the
+    memory it would be held in, unless the source has said that it may change it."""
+    if via_host:
+        return
+    for number, descriptor in enumerate(descriptors):
+        for field, offered, required in (
+            ("device_tag", descriptor.device_tag, device_tag),
+            ("memory_class", descriptor.memory_class, memory_class),
+        ):
+            if offered != required:
+                raise CapabilityMismatch(
+                    "the pages would be held in memory of another kind than they are in: via_host=True allows it",
+                    tensor=number,
+                    field=f"buffers[0].{field}",
+                    offered=_memory_name(field, offered),
+                    required=_memory_name(field, required),
+                )
+
+
+def _memory_name(field: str, value: int) -> str:
+    names = DEVICE_NAMES if field == "device_tag" else MEMORY_CLASS_NAMES
+    return f"{value:#04x} ({names[value]})" if value < len(names) else f"{value:#04x}"
 
 
 def choose_transport(ours: Sequence[str], theirs: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,11 +21,12 @@ from hurray_wire.destination import Destination
 from hurray_wire.errors import ArenaFull
 from hurray_wire.image import INDEX, Chunk, ImagePlan, Segment
 from hurray_wire.limits import PAGE_BYTES
-from hurray_wire.pages import check_compact, live_slots, scrub, scrub_parameters
+from hurray_wire.memory import HOST, STANDARD, Place, copy_into
+from hurray_wire.pages import read_index, scrub, scrub_parameters
 from hurray_wire.policy import STRICT, Policy
 from hurray_wire.prepare import PreparedSnapshot
 from hurray_wire.sections import BufferHandle
-from hurray_wire.validate import BlockStructure, Counts, check_parameters, check_pool, read_structure, takes_any_bytes
+from hurray_wire.validate import BlockStructure, Counts, check_parameters, check_pool, takes_any_bytes
 from hurray_wire.view import Shown, View
 
 Bytes = npt.NDArray[np.uint8]
@@ -41,12 +43,17 @@ class TargetSummary:
     dirty_dead_slot_count: int
     wire_bytes: int
     mapped_bytes: int
+    changed_device: bool
+    """Whether it lies on another kind of device than it was offered on."""
 
 
 class SourcePayload(Protocol):
     """The end that yields chunks."""
 
     plan: ImagePlan
+
+    def staging(self, nbytes: int) -> Any | None:
+        """Memory to stage a chunk in that no host memory can stand for. None: any of the host's will do."""
 
     def stage(self, chunk: Chunk, take_staging: Callable[[], Bytes], takes_parts: bool = False) -> Any:
         """The bytes of a chunk, uint8 [chunk.nbytes]: in memory got from `take_staging`, or where they already are if
@@ -94,17 +101,34 @@ class TargetPayload(Protocol):
 
 class SnapshotSource:
     """Source payload of a caller's snapshot: pages are gathered, cleared of dead slots, and sent from staging memory;
-    adjacent pages without a dead slot are sent from where they are."""
+    adjacent pages without a dead slot are sent from where they are.
 
-    def __init__(self, prepared: PreparedSnapshot, plan: ImagePlan) -> None:
+    `place` is where the work is done: of pages on a GPU, that one. There chunks are staged, too, unless `in_host`."""
+
+    def __init__(
+        self, prepared: PreparedSnapshot, plan: ImagePlan, place: Place = HOST, *, in_host: bool = False
+    ) -> None:
         self.plan = plan
         self._prepared = prepared
+        self._place = place
+        self._in_host = in_host or place is HOST
+
+    def staging(self, nbytes: int) -> Any | None:
+        """See SourcePayload."""
+        return None if self._in_host else self._place.take(nbytes)
 
     def stage(self, chunk: Chunk, take_staging: Callable[[], Bytes], takes_parts: bool = False) -> Any:
         """See SourcePayload."""
-        parts = self._parts(chunk, take_staging) if takes_parts else None
-        if parts is not None:
-            return parts
+        if self._place is HOST and takes_parts:
+            parts = self._parts(chunk, take_staging)
+            if parts is not None:
+                return parts
+        self._place.enter()
+        staged = self._stage(chunk, take_staging)
+        self._place.settle()  # what is sent is there, whoever reads it: the wire knows no streams
+        return staged
+
+    def _stage(self, chunk: Chunk, take_staging: Callable[[], Bytes]) -> Any:
         if len(chunk.segments) == 1:
             direct = self._direct(chunk.segments[0])
             if direct is not None:
@@ -146,7 +170,7 @@ class SnapshotSource:
             self._prepared.read(segment.tensor, segment.buffer_offset, out)
         else:
             whole = self._prepared.buffer(max(segment.tensor, 0), segment.buffer)
-            out[...] = whole[segment.buffer_offset : segment.buffer_offset + segment.nbytes]
+            copy_into(out, whole[segment.buffer_offset : segment.buffer_offset + segment.nbytes])
 
 
 class StagedSource:
@@ -158,6 +182,10 @@ class StagedSource:
         self.chunks = [_copied(payload, chunk) for chunk in self.plan.chunks]
         self.all_staged = False
         """Whether the last chunk was staged, which is sent next: any thread may ask."""
+
+    def staging(self, nbytes: int) -> Any | None:  # noqa: ARG002 -- SourcePayload's
+        """See SourcePayload."""
+        return None
 
     def stage(self, chunk: Chunk, take_staging: Callable[[], Bytes], takes_parts: bool = False) -> Any:  # noqa: ARG002
         """See SourcePayload."""
@@ -171,33 +199,56 @@ class StagedSource:
         """Nothing to do: it is freed with its last reference."""
 
 
-def _copied(payload: SourcePayload, chunk: Chunk) -> Bytes:
-    memory = np.empty(chunk.nbytes, dtype=np.uint8)
-    staged: Bytes = payload.stage(chunk, lambda: memory)
-    return staged if np.may_share_memory(staged, memory) else staged.copy()
+def _copied(payload: SourcePayload, chunk: Chunk) -> Any:
+    own = payload.staging(chunk.nbytes)
+    memory = np.empty(chunk.nbytes, dtype=np.uint8) if own is None else own
+    staged = payload.stage(chunk, lambda: memory)
+    # On a GPU nothing is sent from where it lies.
+    return staged if own is not None or np.may_share_memory(staged, memory) else staged.copy()
 
 
 class ImageSource:
     """Source payload of a held image, which is compact and clean already: chunks are sent from where they are, or shown
-    there (`shown`, of the whole image, where the plan has a view).
+    there (`shown`, of the whole image, where the plan has a view). From a GPU they are staged, on it or, `in_host`, in
+    host memory: over cuda_ipc a peer may see all of the allocation that it is sent from.
 
     `on_release` is called once, when nothing refers to the image any more.
     """
 
     def __init__(
-        self, plan: ImagePlan, image: Bytes, on_release: Callable[[], None], shown: Shown | None = None
+        self,
+        plan: ImagePlan,
+        image: Bytes,
+        on_release: Callable[[], None],
+        shown: Shown | None = None,
+        *,
+        place: Place = HOST,
+        in_host: bool = False,
     ) -> None:
         assert (plan.view_chunk is None) <= (shown is None), "a view that the plan does not have"
         self.plan = plan
         self._image = image
         self._on_release = on_release
         self._shown = shown
+        self._place = place
+        self._in_host = in_host
+
+    def staging(self, nbytes: int) -> Any | None:
+        """See SourcePayload."""
+        return None if self._in_host or self._place is HOST else self._place.take(nbytes)
 
     def stage(self, chunk: Chunk, take_staging: Callable[[], Bytes], takes_parts: bool = False) -> Any:  # noqa: ARG002
         """See SourcePayload."""
         if chunk.index == self.plan.view_chunk:
             return self._shown
-        return self._image[chunk.offset : chunk.offset + chunk.nbytes]
+        part = self._image[chunk.offset : chunk.offset + chunk.nbytes]
+        if self._place is HOST:
+            return part
+        self._place.enter()
+        staging = take_staging()[: chunk.nbytes]
+        copy_into(staging, part)
+        self._place.settle()
+        return staging
 
     def settling(self) -> None:
         """Nothing to do: the image is not written to."""
@@ -223,7 +274,9 @@ class ImageMemory(Protocol):
 
 
 class ImageTarget:
-    """Target payload that keeps the snapshot as an image: pools are scrubbed chunk by chunk as they arrive."""
+    """Target payload that keeps the snapshot as an image: pools are scrubbed chunk by chunk as they arrive.
+
+    `place` is where the memory is. `in_host`: what arrives for a GPU lands in host memory and is copied."""
 
     def __init__(
         self,
@@ -231,8 +284,13 @@ class ImageTarget:
         token_counts: Sequence[int] | Counts,
         memory: ImageMemory,
         policy: Policy = STRICT,
+        *,
+        place: Place = HOST,
+        in_host: bool = False,
     ) -> None:
         """`plan` None: see LateImageTarget."""
+        self._place = place
+        self._landing = Landing(lambda: self.plan.max_chunk_bytes) if in_host and place is not HOST else None
         self.structure: BlockStructure | None = None
         self.image: Bytes | None = None
         self._plan = plan
@@ -242,6 +300,7 @@ class ImageTarget:
         self._live: npt.NDArray[np.uint32] | None = None
         self._has_dead = True
         self._dirty = 0
+        self._summary: TargetSummary | None = None
 
     @property
     def plan(self) -> ImagePlan:
@@ -251,16 +310,29 @@ class ImageTarget:
 
     def reserve(self) -> None:
         """See TargetPayload."""
+        self._place.enter()
         self.image = self._memory.reserve(self.plan.image_bytes)
 
     def memory(self, chunk: Chunk) -> Any:
         """See TargetPayload."""
+        if self._landing is not None:
+            return self._landing.take(chunk)
+        # The peer writes there outside the order of any stream.
+        self._place.settle()
+        return self._part(chunk)
+
+    def _part(self, chunk: Chunk) -> Any:
         assert self.image is not None
         return self.image[chunk.offset : chunk.offset + chunk.nbytes]
 
     def arrived(self, chunk: Chunk) -> None:
         """Clear the gaps and the dead slots of the whole pages in it."""
-        memory = self.memory(chunk)
+        self._place.enter()
+        memory = self._part(chunk)
+        if self._landing is not None:
+            copy_into(memory, self._landing.landed(chunk))
+            self._place.settle()
+            self._landing.give_back(chunk)
         end = 0
         for segment in chunk.segments:
             memory[end : segment.chunk_offset] = 0
@@ -291,20 +363,25 @@ class ImageTarget:
     def check_index(self) -> None:
         """See TargetPayload."""
         # Private copies would cost little, and are not needed: nobody but the transport can write here, and it is done.
+        self._place.enter()
         self.structure, self._live = read_index(
-            self.plan, self.buffer(0, 1), self.buffer(0, 2), self._token_counts, self._policy
+            self.plan.descriptors[0], self.buffer(0, 1), self.buffer(0, 2), self._token_counts, self._policy
         )
         self._has_dead = bool((self._live < self.structure.page_size).any())
 
     def check_contents(self) -> None:
         """See TargetPayload."""
+        self._place.enter()
         self._dirty += finish_contents(self.plan, self.buffers, self.live)
         self._clear_gaps()
+        assert self.structure is not None
+        self._summary = summarise(self.plan, self.structure, self.live, self._dirty, self._place)
+        self._place.settle()
 
     def summary(self) -> TargetSummary:
         """See TargetPayload."""
-        assert self.structure is not None
-        return summarise(self.plan, self.structure, self.live, self._dirty)
+        assert self._summary is not None, "not before the contents are checked"
+        return self._summary
 
     def settling(self) -> None:
         """See TargetPayload."""
@@ -330,8 +407,16 @@ class LateImageTarget(ImageTarget):
     """An image target that reads the offer when it is asked for its plan, which is after the source was told to begin:
     until then the size of the image is enough. For offers that somebody else has checked."""
 
-    def __init__(self, image_bytes: int, read: Callable[[], tuple[ImagePlan, Counts]], memory: ImageMemory) -> None:
-        super().__init__(None, (), memory)
+    def __init__(
+        self,
+        image_bytes: int,
+        read: Callable[[], tuple[ImagePlan, Counts]],
+        memory: ImageMemory,
+        *,
+        place: Place = HOST,
+        in_host: bool = False,
+    ) -> None:
+        super().__init__(None, (), memory, place=place, in_host=in_host)
         self._image_bytes = image_bytes
         self._read = read
 
@@ -345,7 +430,33 @@ class LateImageTarget(ImageTarget):
 
     def reserve(self) -> None:
         """See TargetPayload."""
+        self._place.enter()
         self.image = self._memory.reserve(self._image_bytes)
+
+
+class Landing:
+    """Host memory that chunks land in on their way elsewhere, used again and again: `nbytes` tells what the largest
+    takes."""
+
+    def __init__(self, nbytes: Callable[[], int], allocate: Callable[[int], Bytes] = HOST.take) -> None:
+        self._nbytes = nbytes
+        self._allocate = allocate
+        self._spare: list[Bytes] = []
+        self._taken: dict[int, Bytes] = {}
+
+    def take(self, chunk: Chunk) -> Bytes:
+        """Where a chunk lands."""
+        buffer = self._spare.pop() if self._spare else _allocated(self._allocate, self._nbytes())
+        self._taken[chunk.index] = buffer
+        return buffer[: chunk.nbytes]
+
+    def landed(self, chunk: Chunk) -> Bytes:
+        """What has arrived."""
+        return self._taken[chunk.index][: chunk.nbytes]
+
+    def give_back(self, chunk: Chunk) -> None:
+        """Nobody needs it any more."""
+        self._spare.append(self._taken.pop(chunk.index))
 
 
 class OwnMemory:
@@ -426,7 +537,7 @@ class ViewTarget:
     def check_index(self) -> None:
         """See TargetPayload."""
         self.structure, self._live = read_index(
-            self.plan, self.buffer(0, 1), self.buffer(0, 2), self._token_counts, self._policy
+            self.plan.descriptors[0], self.buffer(0, 1), self.buffer(0, 2), self._token_counts, self._policy
         )
 
     def check_contents(self) -> None:
@@ -474,6 +585,9 @@ class ScatterTarget:
         destination: Destination,
         allocate: Callable[[int], Bytes],
         policy: Policy = STRICT,
+        *,
+        place: Place = HOST,
+        in_host: bool = False,
     ) -> None:
         self.plan = plan
         self.structure: BlockStructure | None = None
@@ -481,9 +595,9 @@ class ScatterTarget:
         self._destination = destination
         self._allocate = allocate
         self._policy = policy
+        self._place = place
         self._live: npt.NDArray[np.uint32] | None = None
-        self._landing: dict[int, Bytes] = {}
-        self._spare: list[Bytes] = []
+        self._landing = Landing(lambda: plan.max_chunk_bytes, allocate if in_host or place is HOST else place.take)
         self._small: dict[tuple[int, int], Bytes] = {}
         self._dirty = 0
         self._touched = False
@@ -498,13 +612,12 @@ class ScatterTarget:
 
     def memory(self, chunk: Chunk) -> Any:
         """See TargetPayload."""
-        buffer = self._spare.pop() if self._spare else _allocated(self._allocate, self.plan.max_chunk_bytes)
-        self._landing[chunk.index] = buffer
-        return buffer[: chunk.nbytes]
+        return self._landing.take(chunk)
 
     def arrived(self, chunk: Chunk) -> None:
         """Scatter its pages, keep its parameters."""
-        landed = self._landing.pop(chunk.index)
+        self._place.enter()
+        landed = self._landing.landed(chunk)
         for segment in chunk.segments:
             part = landed[segment.chunk_offset : segment.chunk_offset + segment.nbytes]
             if segment.tensor != INDEX and segment.buffer == 0:
@@ -516,13 +629,14 @@ class ScatterTarget:
                 self._destination.scatter(segment.tensor, segment.buffer_offset // page_bytes, part)
             else:
                 kept = self._small[segment.tensor, segment.buffer]
-                kept[segment.buffer_offset : segment.buffer_offset + segment.nbytes] = part
-        self._spare.append(landed)
+                copy_into(kept[segment.buffer_offset : segment.buffer_offset + segment.nbytes], part)
+        self._place.settle()  # before the next chunk lands there
+        self._landing.give_back(chunk)
 
     def check_index(self) -> None:
         """See TargetPayload."""
         self.structure, self._live = read_index(
-            self.plan, self._small[INDEX, 1], self._small[INDEX, 2], self._token_counts, self._policy
+            self.plan.descriptors[0], self._small[INDEX, 1], self._small[INDEX, 2], self._token_counts, self._policy
         )
         self._destination.bind(self.structure)
 
@@ -541,7 +655,7 @@ class ScatterTarget:
         """See TargetPayload."""
         assert self.structure is not None
         assert self._live is not None
-        return summarise(self.plan, self.structure, self._live, self._dirty)
+        return summarise(self.plan, self.structure, self._live, self._dirty, self._place)
 
     def settling(self) -> None:
         """Nothing to do: landing memory is freed with its last reference, and the pages are the caller's."""
@@ -554,25 +668,17 @@ class ScatterTarget:
     def release(self, *, keep: bool) -> None:
         """Clear the named pages if the transfer failed after it had touched any."""
         if not keep and self._touched:
+            self._place.enter()
             self._destination.clear()
+            self._place.settle()
 
 
 def _allocated(allocate: Callable[[int], Bytes], nbytes: int) -> Bytes:
-    """Memory of this process. Raises ArenaFull where the system has none."""
+    """Memory of this process. Raises ArenaFull where there is none."""
     try:
         return allocate(nbytes)
     except (OSError, MemoryError) as error:
         raise ArenaFull(f"this process cannot have memory for the snapshot: {error}", offered=nbytes) from None
-
-
-def read_index(
-    plan: ImagePlan, block_table: Bytes, seq_ptr: Bytes, token_counts: Sequence[int] | Counts, policy: Policy
-) -> tuple[BlockStructure, npt.NDArray[np.uint32]]:
-    """The block structure that arrived, valid and without a page that nobody names, and live slots per page, uint32
-    [num_pages]. Raises InvalidContents (V1-V9)."""
-    structure = read_structure(plan.descriptors[0], block_table, seq_ptr, token_counts, policy)
-    check_compact(structure)
-    return structure, live_slots(structure)
 
 
 def scrub_segment(plan: ImagePlan, segment: Segment, memory: Bytes, live: npt.NDArray[np.uint32]) -> int:
@@ -601,21 +707,30 @@ def finish_contents(plan: ImagePlan, buffers: Callable[[int], list[Bytes]], live
     return dirty
 
 
-def summarise(plan: ImagePlan, structure: BlockStructure, live: npt.NDArray[np.uint32], dirty: int) -> TargetSummary:
+def summarise(
+    plan: ImagePlan, structure: BlockStructure, live: npt.NDArray[np.uint32], dirty: int, place: Place = HOST
+) -> TargetSummary:
     """The summary of a complete snapshot; descriptors as the memory it lies in really is."""
     dead = structure.num_pages * structure.page_size - int(live.sum(dtype=np.uint64))
     return TargetSummary(
-        descriptors=tuple(change_each(plan.descriptors, in_host_memory)),
+        descriptors=tuple(
+            change_each(
+                plan.descriptors, partial(held_in, device_tag=place.device_tag, memory_class=place.memory_class)
+            )
+        ),
         logical_page_count=structure.total_logical_pages,
         distinct_page_count=structure.num_pages,
         dead_slot_count=dead * len(plan.descriptors),
         dirty_dead_slot_count=dirty,
         wire_bytes=plan.wire_bytes,
         mapped_bytes=plan.mapped_bytes,
+        changed_device=any(descriptor.device_tag != place.device_tag for descriptor in plan.descriptors),
     )
 
 
-def in_host_memory(descriptor: Descriptor) -> Descriptor:
-    """The descriptor with handles of page-aligned host memory."""
-    handles = tuple([BufferHandle(handle.byte_size, PAGE_BYTES) for handle in descriptor.buffers])
+def held_in(descriptor: Descriptor, *, device_tag: int, memory_class: int = STANDARD) -> Descriptor:
+    """The descriptor with handles of page-aligned memory of this kind, all work on it done."""
+    handles = tuple(
+        [BufferHandle(item.byte_size, PAGE_BYTES, device_tag, 0, memory_class) for item in descriptor.buffers]
+    )
     return descriptor if handles == descriptor.buffers else replace(descriptor, buffers=handles)

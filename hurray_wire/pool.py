@@ -10,9 +10,11 @@ from __future__ import annotations
 import mmap
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -30,16 +32,35 @@ _WASTE_MAX: Final = 2
 """A block is lent for what needs at least its size over this."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Block:
-    mapping: mmap.mmap
-    memory: Bytes
+class Block(ABC):
+    """Memory that a pool lends as a whole."""
+
+    nbytes: int
+
+    @abstractmethod
+    def lend(self, give_back: Callable[[], None]) -> Any:
+        """uint8 [nbytes] over it; `give_back` is called when the last array over that is gone."""
+
+    def let_go(self) -> None:  # noqa: B027 -- for memory that can be taken back
+        """Nobody needs what is in it."""
+
+
+class _HostBlock(Block):
+    def __init__(self, nbytes: int) -> None:
+        self._mapping, self._memory = map_huge(nbytes)
+        self.nbytes = nbytes
+
+    def lend(self, give_back: Callable[[], None]) -> Bytes:
+        """See Block."""
+        lease = _Lease(self._memory.__array_interface__)
+        weakref.finalize(lease, give_back).atexit = False
+        return np.asarray(lease)
 
     def let_go(self) -> None:
         """The system may have the pages, as long as nothing is written to them."""
         if hasattr(mmap, "MADV_FREE"):
             with suppress(OSError):
-                self.mapping.madvise(mmap.MADV_FREE)
+                self._mapping.madvise(mmap.MADV_FREE)
 
 
 class _Lease:
@@ -54,36 +75,36 @@ class _Lease:
 class MemoryPool:
     """See the module. Thread-safe; a block may come back in any thread, wherever its last array goes."""
 
-    def __init__(self, keep_bytes: int = KEEP_BYTES) -> None:
+    def __init__(self, keep_bytes: int = KEEP_BYTES, *, block: Callable[[int], Block] = _HostBlock) -> None:
+        """`block` makes one of so many bytes. Raises OSError or MemoryError where the system has none."""
         self._keep_bytes = keep_bytes
+        self._make = block
         self._lock = threading.Lock()
-        self._idle: list[_Block] = []
-        self._returned: deque[_Block] = deque()
+        self._idle: list[Block] = []
+        self._returned: deque[Block] = deque()
 
     @property
     def idle_bytes(self) -> int:
         """What nobody has now."""
-        return sum(block.memory.nbytes for block in [*self._idle])
+        return sum(block.nbytes for block in [*self._idle])
 
-    def take(self, nbytes: int) -> Bytes:
+    def take(self, nbytes: int) -> Any:
         """uint8 [nbytes] at an address that is a multiple of 4096, holding whatever this process left there.
 
-        Raises OSError where the system has no memory.
+        Raises OSError or MemoryError where the system has no memory.
         """
-        if nbytes < HUGE_PAGE_BYTES:
+        if nbytes < HUGE_PAGE_BYTES and self._make is _HostBlock:
             return aligned_empty(nbytes)
         with self._lock:
             self._sort_in()
-            fitting = [block for block in self._idle if nbytes <= block.memory.nbytes <= _WASTE_MAX * nbytes]
+            fitting = [block for block in self._idle if nbytes <= block.nbytes <= _WASTE_MAX * nbytes]
             # The least of them, and of equals the one that came back last.
-            found = min(reversed(fitting), key=lambda block: block.memory.nbytes, default=None)
+            found = min(reversed(fitting), key=lambda block: block.nbytes, default=None)
             if found is not None:
                 self._idle.remove(found)
         self._settle()
-        block = found or _Block(*map_huge(nbytes))
-        lease = _Lease(block.memory.__array_interface__)
-        weakref.finalize(lease, self._give_back, block).atexit = False
-        return np.asarray(lease)[:nbytes]
+        block = found or self._make(nbytes)
+        return block.lend(partial(self._give_back, block))[:nbytes]
 
     def close(self) -> None:
         """Keep nothing, neither what is here nor what still comes back. Arrays stay what they are."""
@@ -92,7 +113,7 @@ class MemoryPool:
             self._sort_in()
         self._settle()
 
-    def _give_back(self, block: _Block) -> None:
+    def _give_back(self, block: Block) -> None:
         block.let_go()
         self._returned.append(block)
         self._settle()
@@ -109,6 +130,6 @@ class MemoryPool:
     def _sort_in(self) -> None:
         while self._returned:
             self._idle.append(self._returned.popleft())
-        excess = sum(block.memory.nbytes for block in self._idle) - self._keep_bytes
+        excess = sum(block.nbytes for block in self._idle) - self._keep_bytes
         while excess > 0:
-            excess -= self._idle.pop(0).memory.nbytes
+            excess -= self._idle.pop(0).nbytes

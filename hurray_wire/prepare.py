@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from .alike import change_each
 from .descriptor import Descriptor
-from .memory import DEVICE_CPU, to_host
+from .memory import copy_into, empty_beside, is_on_device, to_host
 from .packing import E8M0_TAG, clear_bits
 from .pages import (
     Bytes,
@@ -122,15 +122,21 @@ class PreparedSnapshot:
     def fill(self, tensor_index: int, first_page: int, page_count: int, out: Any) -> None:
         """Write compact pages [first_page, first_page + page_count) of a tensor to `out`, dead slots cleared.
 
-        `out` is a contiguous uint8 array of page_count * page_bytes, on the device of the pool.
-        Not for pools whose pages are no whole bytes:
-        see `read`. Raises InvalidContents (V14) for a live element that has no value.
+        `out` is a contiguous uint8 array of page_count * page_bytes, on the device of the pool or on the host.
+        Not for pools whose pages are no whole bytes: see `read`. Raises InvalidContents (V14) for a live element that
+        has no value.
         """
         page_bytes = self._page_bytes[tensor_index]
         assert page_bytes is not None, "pages of this tensor are no whole bytes"
         assert 0 <= first_page <= first_page + page_count <= self.num_pages
+        pool = self._pool(tensor_index)
+        if is_on_device(pool) and not is_on_device(out):
+            there = empty_beside(pool, out.nbytes)
+            self.fill(tensor_index, first_page, page_count, there)
+            copy_into(out.reshape(-1), there)
+            return
         rows = out.reshape(page_count, page_bytes)
-        gather(self._pool(tensor_index), self._page_ids[first_page : first_page + page_count], rows)
+        gather(pool, self._page_ids[first_page : first_page + page_count], rows)
         descriptor = self.tensors[tensor_index].descriptor
         if not self._all_live:
             clear_dead(descriptor, rows, self.compaction.live, first_page)
@@ -148,7 +154,7 @@ class PreparedSnapshot:
         end = offset + target.size
         assert 0 <= offset <= end <= tensor.descriptor.buffers[0].byte_size
         if tensor.packed_pool is not None:
-            target[:] = tensor.packed_pool[offset:end]
+            copy_into(target, tensor.packed_pool[offset:end])
             return
         page_bytes = self._page_bytes[tensor_index]
         while offset < end:
@@ -167,7 +173,8 @@ class PreparedSnapshot:
     def direct_run(self, tensor_index: int, first_page: int, page_count: int) -> memoryview | None:
         """These compact pages where they lie, or None unless they are one adjacent run there without a dead slot.
 
-        A read-only view of the source's own host memory, page_count * page_bytes long. Nothing else is in it.
+        A read-only view of the source's own host memory, page_count * page_bytes long. Nothing else is in it. Of a GPU
+        there is none: whoever is sent memory there may see all of the allocation that it is in.
         """
         last = first_page + page_count - 1
         assert 0 <= first_page <= last < self.num_pages
@@ -232,7 +239,7 @@ class PreparedSnapshot:
         if descriptor.element_type.tag == E8M0_TAG or pool.ndim != 2 or not isinstance(pool, np.ndarray):
             whole = np.empty((1, descriptor.page_bytes or 0), dtype=np.uint8)
             self.fill(tensor_index, page, 1, whole)
-            target[:] = whole[0, skipped : skipped + target.size]
+            copy_into(target, whole[0, skipped : skipped + target.size])
             return
         source = pool[int(self.compaction.pages[page])]
         target[:] = source[skipped : skipped + target.size]
@@ -241,24 +248,21 @@ class PreparedSnapshot:
         clear_bits(target, max(dead_from, 0), 8 * target.size)
 
 
-def prepare(
-    snapshot: KVSnapshot, *, device_tag: int = DEVICE_CPU, memory_class: int = 0, contents_final: bool = True
-) -> PreparedSnapshot:
+def prepare(snapshot: KVSnapshot, *, contents_final: bool = True) -> PreparedSnapshot:
     """Compact and neutralise a snapshot and validate what will be sent.
 
     Parameters (and pools whose pages are no whole bytes) are copied now, pages when `fill` asks for them. Unless
     `contents_final`, nothing but the structure is read yet: `copy_small` is due for each tensor before it is sent.
-    `device_tag` and `memory_class` are declared for the buffers that will be sent.
+    The descriptors name the kind of device that the pages are on.
 
     Raises InvalidContents (V11, V12) naming the entry.
     """
     compaction = compact(snapshot.structure)
+    device_tag, _ = snapshot.device
     descriptors = list(
         change_each(
             (tensor.descriptor for tensor in snapshot.tensors),
-            lambda descriptor: compact_descriptor(
-                descriptor, compaction, device_tag=device_tag, memory_class=memory_class
-            ),
+            lambda descriptor: compact_descriptor(descriptor, compaction, device_tag=device_tag),
         )
     )
     prepared = PreparedSnapshot(snapshot, compaction, descriptors)

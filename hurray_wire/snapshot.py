@@ -15,7 +15,7 @@ from . import elements
 from .descriptor import Descriptor
 from .dtypes import ElementType
 from .errors import InvalidRequest, InvalidSnapshot, Misuse
-from .memory import byte_view
+from .memory import byte_view, device_of
 from .paged import (
     BlockTables,
     CacheKey,
@@ -222,6 +222,11 @@ class KVSnapshot:
     def num_seqs(self) -> int:
         """Number of sequences."""
         return self.structure.num_seqs
+
+    @property
+    def device(self) -> tuple[int, int]:
+        """Device tag and number of the device that the page pools are on."""
+        return device_of(self.tensors[0].page_pool)
 
     @property
     def nbytes(self) -> int:

@@ -11,6 +11,7 @@ from typing import Self, TypeVar
 from hurray_client.call import Call
 from hurray_client.client import ChecksumName, Client, Into, connect
 from hurray_client.config import ClientConfig, load_config
+from hurray_client.devices import follow, follow_into
 from hurray_client.info import Lease, NodeInfo, SnapshotInfo, SnapshotStat
 from hurray_client.plane import LocalDataPlane
 from hurray_client.progress import OnProgress, Progress
@@ -60,12 +61,15 @@ class AsyncClient:
         overwrite: bool = False,
         request_id: str | None = None,
         timeout_s: float = 60.0,
-        checksum: ChecksumName = "xxh3_64",
+        checksum: ChecksumName | None = None,
         annotations: Mapping[str, str] | None = None,
         require_transport: str | None = None,
+        via_host: bool = False,
+        stream: object | None = None,
         on_progress: OnProgress | None = None,
     ) -> Receipt:
         """See Client.put."""
+        follow(snapshot.device, stream)  # the stream that is current is so in this thread
         call, report = Call(timeout_s), _in_loop(on_progress)
         return await self._run(
             lambda: self.client.run_put(
@@ -78,6 +82,7 @@ class AsyncClient:
                 checksum=checksum,
                 annotations=annotations,
                 require_transport=require_transport,
+                via_host=via_host,
                 on_progress=report,
             ),
             call,
@@ -92,9 +97,10 @@ class AsyncClient:
         overwrite: bool = False,
         request_id: str | None = None,
         timeout_s: float = 60.0,
-        checksum: ChecksumName = "xxh3_64",
+        checksum: ChecksumName | None = None,
         annotations: Mapping[str, str] | None = None,
         require_transport: str | None = None,
+        via_host: bool = False,
         on_progress: OnProgress | None = None,
     ) -> AsyncPutStream:
         """See Client.put_stream: `async with ... as stream`, and `await stream.ready(layer)`. Threads of its own, which
@@ -112,6 +118,7 @@ class AsyncClient:
                 checksum=checksum,
                 annotations=annotations,
                 require_transport=require_transport,
+                via_host=via_host,
                 on_progress=report,
             ),
         )
@@ -126,11 +133,15 @@ class AsyncClient:
         into: Into | None = None,
         block_tables: BlockTables | None = None,
         require: Mapping[str, str] | None = None,
+        device: str = "cpu",
         timeout_s: float = 60.0,
         require_transport: str | None = None,
+        via_host: bool = False,
+        stream: object | None = None,
         on_progress: OnProgress | None = None,
     ) -> ReceivedSnapshot:
         """See Client.get."""
+        follow_into(into, device, stream)
         call, report = Call(timeout_s), _in_loop(on_progress)
         return await self._run(
             lambda: self.client.run_get(
@@ -142,7 +153,9 @@ class AsyncClient:
                 into=into,
                 block_tables=block_tables,
                 require=require,
+                device=device,
                 require_transport=require_transport,
+                via_host=via_host,
                 on_progress=report,
             ),
             call,
@@ -228,10 +241,11 @@ class AsyncPutStream:
         """See PutStream.receipt."""
         return self._opened().receipt
 
-    async def ready(self, layer: int | None) -> None:
+    async def ready(self, layer: int | None, *, stream: object | None = None) -> None:
         """See PutStream.ready."""
-        stream = self._opened()
-        await self._run(lambda: stream.ready(layer))
+        opened = self._opened()
+        opened.follow(stream)
+        await self._run(lambda: opened.announce(layer))
 
     async def __aenter__(self) -> Self:
         if self._is_used:

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, Self
 
 from hurray_client.call import Call
 from hurray_client.config import ClientConfig, load_config, with_choices
+from hurray_client.devices import follow, follow_into, read_device
 from hurray_client.info import Lease, NodeInfo, SnapshotInfo, SnapshotStat
 from hurray_client.node import Node, TryAgain, is_passing, retrying
 from hurray_client.plane import LocalDataPlane
@@ -28,7 +29,7 @@ from hurray_client.transfer import (
     optional_duration,
     put_once,
 )
-from hurray_wire.checksum import NONE, XXH3_64
+from hurray_wire.checksum import HASHES
 from hurray_wire.credentials import Credentials
 from hurray_wire.destination import Destination
 from hurray_wire.errors import HurrayError, InvalidRequest, Misuse, OutcomeUnknown
@@ -39,9 +40,7 @@ from hurray_wire.snapshot import KVSnapshot
 from hurray_wire.v1 import transfer_pb2 as pb
 
 Into = Mapping[CacheKey, object] | Destination
-ChecksumName = Literal["xxh3_64", "none"]
-
-_HASHES: Final = {hash_.name: hash_ for hash_ in (XXH3_64, NONE)}
+ChecksumName = Literal["xxh3_64", "mix64", "none"]
 
 _LIST_PAGE: Final = 1000
 
@@ -107,9 +106,11 @@ class Client:
         overwrite: bool = False,
         request_id: str | None = None,
         timeout_s: float = 60.0,
-        checksum: ChecksumName = "xxh3_64",
+        checksum: ChecksumName | None = None,
         annotations: Mapping[str, str] | None = None,
         require_transport: str | None = None,
+        via_host: bool = False,
+        stream: object | None = None,
         on_progress: OnProgress | None = None,
     ) -> Receipt:
         """Hand a snapshot to the node, which keeps it under `key` for `lease_s` seconds (None: the node's default).
@@ -120,11 +121,17 @@ class Client:
         `require_transport`: fail rather than move the bytes by another one. `on_progress` is called from a thread of
         its own; what it raises cancels the put and is raised here.
 
+        Pages on a GPU are read after what was started on `stream` (None: the streams current in this thread), and
+        stay on GPUs: to a node that holds snapshots in other memory they go only with `via_host`. Where the transport
+        cannot carry memory of a GPU they pass through the host's; `receipt.staged_bytes` says so. `checksum` None:
+        "mix64" from GPU to GPU, else "xxh3_64".
+
         While the node is unavailable and has not answered the offer, and while the outcome is unknown, the same
         request is tried again. Raises KeyExists and KeyBusy, ArenaFull, InvalidSnapshot, InvalidContents,
         CapabilityMismatch, PeerUnavailable, OutcomeUnknown, DeadlineExceeded, ChecksumMismatch, and others that the
         node has.
         """
+        follow(snapshot.device, stream)
         call = Call(timeout_s)
         return self.run_put(
             call,
@@ -136,6 +143,7 @@ class Client:
             checksum=checksum,
             annotations=annotations,
             require_transport=require_transport,
+            via_host=via_host,
             on_progress=on_progress,
         )
 
@@ -148,9 +156,10 @@ class Client:
         overwrite: bool = False,
         request_id: str | None = None,
         timeout_s: float = 60.0,
-        checksum: ChecksumName = "xxh3_64",
+        checksum: ChecksumName | None = None,
         annotations: Mapping[str, str] | None = None,
         require_transport: str | None = None,
+        via_host: bool = False,
         on_progress: OnProgress | None = None,
     ) -> PutStream:
         """A `put` that begins before the pages are written, and sends each layer once it is announced:
@@ -181,6 +190,7 @@ class Client:
             checksum=checksum,
             annotations=annotations,
             require_transport=require_transport,
+            via_host=via_host,
             on_progress=on_progress,
         )
 
@@ -194,8 +204,11 @@ class Client:
         into: Into | None = None,
         block_tables: BlockTables | None = None,
         require: Mapping[str, str] | None = None,
+        device: str = "cpu",
         timeout_s: float = 60.0,
         require_transport: str | None = None,
+        via_host: bool = False,
+        stream: object | None = None,
         on_progress: OnProgress | None = None,
     ) -> ReceivedSnapshot:
         """Take the snapshot under `key`: a KVSnapshot with its `receipt`.
@@ -213,8 +226,14 @@ class Client:
         `require`: annotations that the snapshot must have. A difference raises GeometryMismatch naming the first as
         `field`, with offered and required, before a byte moves.
 
+        `device`: "cuda:0" receives into memory of that GPU instead of the host's. What the node holds on another kind
+        of device than it ends up on is refused without `via_host`. Caches on a GPU are written after what was started
+        on `stream` (None: the streams current in this thread), and are complete for every stream when this returns.
+        Arrays that were received on a GPU must not be in use by it when the last one goes.
+
         Raises KeyNotFound, KeyExpired, KeyDeleted, KeyOverwritten and SnapshotLost, and what `put` raises.
         """
+        follow_into(into, device, stream)
         call = Call(timeout_s)
         return self.run_get(
             call,
@@ -225,7 +244,9 @@ class Client:
             into=into,
             block_tables=block_tables,
             require=require,
+            device=device,
             require_transport=require_transport,
+            via_host=via_host,
             on_progress=on_progress,
         )
 
@@ -263,12 +284,20 @@ class Client:
         into: Into | None = None,
         block_tables: BlockTables | None = None,
         require: Mapping[str, str] | None = None,
+        device: str = "cpu",
         **options: Any,
     ) -> ReceivedSnapshot:
         """`get` as part of a call that somebody else may cancel."""
         with self._running(call):
             destination = _destination(into, block_tables)
-            order = GetOrder(key, str(uuid.uuid4()), destination=destination, require=dict(require or {}), **options)
+            order = GetOrder(
+                key,
+                str(uuid.uuid4()),
+                destination=destination,
+                require=dict(require or {}),
+                device=read_device(device),
+                **options,
+            )
             return retrying(call, self._config.retry_s, lambda: get_once(self._node, call, order))
 
     # --- what the node holds ----------------------------------------------------------------------------------------
@@ -387,19 +416,19 @@ def _put_order(
     ready: ReadyTensors | None,
     *,
     request_id: str | None,
-    checksum: ChecksumName,
+    checksum: ChecksumName | None,
     annotations: Mapping[str, str] | None,
     **options: Any,
 ) -> PutOrder:
     """`ready`: tensors become final one after the other."""
-    if checksum not in _HASHES:
-        raise InvalidRequest("unknown checksum", field="checksum", offered=checksum, required=" or ".join(_HASHES))
+    if checksum is not None and checksum not in HASHES:
+        raise InvalidRequest("unknown checksum", field="checksum", offered=checksum, required=" or ".join(HASHES))
     check_annotations(annotations or {})
     return PutOrder(
         key,
         prepare(snapshot, contents_final=ready is None),
         request_id or str(uuid.uuid4()),
-        _HASHES[checksum],
+        None if checksum is None else HASHES[checksum],
         annotations=dict(annotations or {}),
         ready=ready,
         **options,

@@ -135,6 +135,9 @@ class NodeInfo:
     """False while the data plane is down or the node drains."""
 
     ucx: str
+    device_tags: tuple[int, ...]
+    """Of the memory that snapshots are held in: 0 the host, 1 a CUDA GPU."""
+
     max_snapshot_bytes: int
     max_lease_s: float
     arena: ArenaInfo
@@ -164,6 +167,7 @@ class NodeInfo:
             transports=tuple(transport.kind for transport in message.transports),
             ready=message.ready,
             ucx=message.ucx,
+            device_tags=tuple(message.device_tags),
             max_snapshot_bytes=message.limits.max_snapshot_bytes,
             max_lease_s=lease.seconds + lease.nanos / 1e9,
             arena=ArenaInfo(

@@ -55,7 +55,7 @@ class Receipt:
     """Chunks whose checksum was compared."""
 
     checksum: str
-    """"xxh3_64" or "none"."""
+    """"xxh3_64", "mix64" or "none"."""
 
     transport: str
     """Kind of transport that moved the bytes."""
@@ -71,6 +71,13 @@ class Receipt:
 
     mapped_bytes: int = 0
     """Bytes that were mapped instead of crossing: a view of the node's memory. No checksum was compared of them."""
+
+    staged_bytes: int = 0
+    """Bytes that were on a GPU on one side at least, and went through host memory. 0: what crossed was taken from where
+    it was, and brought to where it is."""
+
+    device_tag: int = 0
+    """Of the memory that holds it: 0 the host, 1 a CUDA GPU."""
 
     @property
     def transfer_s(self) -> float:
@@ -112,6 +119,8 @@ class Receipt:
             volatile_memory=message.volatile_memory,
             node=message.node,
             mapped_bytes=message.mapped_bytes,
+            staged_bytes=message.staged_bytes,
+            device_tag=message.device_tag,
         )
 
 

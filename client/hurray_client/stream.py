@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from hurray_client.call import Call
+from hurray_client.devices import follow
 from hurray_client.receipt import Receipt
 from hurray_wire.dataplane import DataPlane
 from hurray_wire.errors import InvalidRequest, Misuse
@@ -83,15 +84,25 @@ class PutStream:
             raise Misuse("a stream has its receipt once its block was left without an error")
         return self._outcome
 
-    def ready(self, layer: int | None) -> None:
+    def ready(self, layer: int | None, *, stream: object | None = None) -> None:
         """All tensors of this layer, and of those before it, are final: they are not written until the stream ends.
 
         Layers that were left out are announced with the next. Returns at once, but for parameters and pools whose
-        pages are no whole bytes, which are copied here.
+        pages are no whole bytes, which are copied here. Pages on a GPU are read after what was started on `stream`
+        (None: the streams current in this thread).
 
         Raises what the put has failed with meanwhile, InvalidContents (V11, V12) for what is copied, Misuse for a
         layer that is not behind the last one, InvalidRequest for one that the snapshot does not have.
         """
+        self.follow(stream)
+        self.announce(layer)
+
+    def follow(self, stream: object | None) -> None:
+        """The first half of `ready`, in the caller's thread."""
+        follow(self._prepared.snapshot.device, stream)
+
+    def announce(self, layer: int | None) -> None:
+        """The second."""
         if not self._is_open:
             raise Misuse("the stream is not open: tensors are announced inside its with block")
         end = self._ends.get(layer)
@@ -122,6 +133,7 @@ class PutStream:
         self._is_open = False
         try:
             if kind is None and self._outcome is None:
+                self.follow(None)
                 self._announce(self._tensor_count)
                 self._ready.release()
                 self._wait()

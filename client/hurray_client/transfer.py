@@ -13,6 +13,7 @@ import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
 from hurray_client.call import Call
+from hurray_client.devices import CPU, Device, Way
 from hurray_client.exchange import DRAIN, Exchange
 from hurray_client.node import Node, Session, TryAgain, has_details, is_passing, rpc_error
 from hurray_client.progress import Counted, OnProgress, Reporter
@@ -30,11 +31,13 @@ from hurray_wire.errors import (
     ProtocolViolation,
 )
 from hurray_wire.image import ImagePlan, plan_image
-from hurray_wire.limits import Limits, chunk_bytes_for, window_for
+from hurray_wire.limits import Limits, window_for
+from hurray_wire.memory import HOST, STANDARD
 from hurray_wire.messages import (
     DURATION_MAX_S,
     OfferedSnapshot,
     check_key,
+    check_place,
     check_request_id,
     choose_transport,
     read_offer,
@@ -112,7 +115,9 @@ class PutOrder:
     key: str
     prepared: PreparedSnapshot
     request_id: str
-    hash: Hash
+    hash: Hash | None = None
+    """None: as suits where the bytes are, on both sides."""
+    via_host: bool = False
     lease_s: float | None = None
     overwrite: bool = False
     annotations: dict[str, str] = field(default_factory=dict)
@@ -125,7 +130,7 @@ class PutOrder:
         check_key(self.key)
         check_request_id(self.request_id)
 
-    def offer(self, plan: ImagePlan, incarnation: int, transports: list[str]) -> pb.Offer:
+    def offer(self, plan: ImagePlan, incarnation: int, transports: list[str], *, hash_: Hash, staged: bool) -> pb.Offer:
         """As it is told to the node."""
         return pb.Offer(
             request_id=self.request_id,
@@ -136,9 +141,11 @@ class PutOrder:
             tensors=[pb.TensorOffer(descriptor=encoded) for encoded in pack_each(plan.descriptors)],
             token_counts=self.prepared.structure.token_counts.tolist(),
             transports=transports,
-            checksum=cast("pb.Checksum", self.hash.number),
+            checksum=cast("pb.Checksum", hash_.number),
             chunk_bytes=plan.chunk_bytes,
             annotations=self.annotations,
+            via_host=self.via_host,
+            staged=staged,
         )
 
 
@@ -153,6 +160,9 @@ class GetOrder:
     generation: int = 0
     destination: Destination | None = None
     require: dict[str, str] = field(default_factory=dict)
+    device: Device = CPU
+    """What it is received into, where there is no destination."""
+    via_host: bool = False
     require_transport: str | None = None
     on_progress: OnProgress | None = None
 
@@ -161,7 +171,12 @@ class GetOrder:
         check_request_id(self.request_id)
         check_generation(self.generation)
 
-    def open(self, incarnation: int, transports: list[str]) -> pb.GetOpen:
+    @property
+    def lands_on(self) -> Device:
+        """Where the pages end up."""
+        return self.device if self.destination is None else self.destination.device
+
+    def open(self, incarnation: int, transports: list[str], hash_: Hash) -> pb.GetOpen:
         """As it is told to the node."""
         return pb.GetOpen(
             key=self.key,
@@ -171,7 +186,8 @@ class GetOrder:
             incarnation=incarnation,
             transports=transports,
             request_id=self.request_id,
-            view=self.destination is None and all(kind in SHOWING for kind in transports),
+            view=self.destination is None and self.device == CPU and all(kind in SHOWING for kind in transports),
+            checksum=cast("pb.Checksum", hash_.number),
         )
 
 
@@ -200,14 +216,15 @@ def put_once(node: Node, call: Call, order: PutOrder) -> Receipt:
     session = node.session(call)
     transport = _choose_transport(session, order.require_transport)
     descriptors = [tensor.descriptor for tensor in order.prepared.tensors]
-    plan = plan_image(descriptors, chunk_bytes_for(transport, node.config.chunk_bytes), Limits())
-    offer = order.offer(plan, session.plane.incarnation, [transport])
-    payload: SourcePayload = SnapshotSource(order.prepared, plan)
-    told = order.hash
+    way = Way.of(order.prepared.snapshot.device, session.plane.takes_device_memory(transport))
+    plan = plan_image(descriptors, way.chunk_bytes(transport, node.config.chunk_bytes), Limits())
+    told = hash_ = order.hash or way.hash(session.info.device_tags)
+    offer = order.offer(plan, session.plane.incarnation, [transport], hash_=hash_, staged=way.in_host)
+    payload: SourcePayload = SnapshotSource(order.prepared, plan, way.place, in_host=way.in_host)
     if order.ready is None and plan.wire_bytes <= EAGER_BYTES:
         payload = staged = StagedSource(payload)
-        if order.hash.verifies:
-            offer.checksums.extend(map(order.hash, staged.chunks))
+        if hash_.verifies:
+            offer.checksums.extend(map(hash_, staged.chunks))
         told = NONE  # nothing more
     reporter = Reporter(call, order.on_progress, plan.wire_bytes) if order.on_progress is not None else None
     if reporter is not None:
@@ -263,13 +280,14 @@ def get_once(node: Node, call: Call, order: GetOrder) -> ReceivedSnapshot:
     transport = _choose_transport(session, order.require_transport)
     budget_s = call.left_s("offer")
     exchange = Exchange(node, session, "Get", s.Failed)
-    opening = order.open(session.plane.incarnation, [transport])
+    way = Way.of(order.lands_on, session.plane.takes_device_memory(transport))
+    opening = order.open(session.plane.incarnation, [transport], way.hash())
     exchange.tell(pb.GetRequest(open=opening, budget=to_duration(budget_s)))
     offer = _await_offer(exchange, call, "wait" if order.wait_s else "offer")
     try:
         choose_transport([transport], offer.transports)
         offered = _check_offer(order, opening, offer)
-        landing = _Landing(order.destination, offered, node.plane.memory)
+        landing = _Landing(order.destination, offered, node.plane.memory, way)
         budget_s = call.left_s("offer")
     except HurrayError as error:
         exchange.refuse(pb.GetRequest(target=pb.TargetMessage(stop=pb.Stop(error=to_status(error)))))
@@ -292,7 +310,7 @@ def get_once(node: Node, call: Call, order: GetOrder) -> ReceivedSnapshot:
     def encode(output: Output) -> pb.GetRequest | None:
         if isinstance(output, PrepareCommit):
             # Nobody else can see this memory: being complete and valid is all there is to its commit.
-            exchange.post(s.Committed(_own_receipt(offer, output, transport)))
+            exchange.post(s.Committed(_own_receipt(offer, output, transport, way)))
             return None
         return pb.GetRequest(target=to_target_message(output, lambda: accept))
 
@@ -361,6 +379,7 @@ def _check_offer(order: GetOrder, opening: pb.GetOpen, offer: pb.Offer) -> Offer
             )
     checked = read_offer(offer, Limits())
     _check_annotations(offer.annotations, order.require)
+    check_place(checked.descriptors, order.lands_on[0], STANDARD, via_host=order.via_host)
     if order.destination is not None:
         order.destination.check(checked.descriptors, checked.token_counts)
     return checked
@@ -382,16 +401,17 @@ def _check_annotations(offered: Mapping[str, str], required: Mapping[str, str]) 
 class _Landing:
     """Where a get's bytes go: memory of its own, or the caller's pages."""
 
-    def __init__(self, destination: Destination | None, offered: OfferedSnapshot, pool: MemoryPool) -> None:
+    def __init__(self, destination: Destination | None, offered: OfferedSnapshot, pool: MemoryPool, way: Way) -> None:
         self._destination = destination
         plan, counts = offered.plan, offered.token_counts
         self.payload: ImageTarget | ScatterTarget | ViewTarget
         if destination is not None:
-            self.payload = ScatterTarget(plan, counts, destination, pool.take)
+            self.payload = ScatterTarget(plan, counts, destination, pool.take, place=way.place, in_host=way.in_host)
         elif plan.view_chunk is not None:
             self.payload = ViewTarget(plan, counts, pool.take)
         else:
-            self.payload = ImageTarget(plan, counts, OwnMemory(pool.take))
+            memory = OwnMemory(pool.take if way.place is HOST else way.place.take)
+            self.payload = ImageTarget(plan, counts, memory, place=way.place, in_host=way.in_host)
 
     def snapshot(self, receipt: Receipt) -> ReceivedSnapshot:
         """What has arrived. After the commit."""
@@ -415,9 +435,10 @@ class _Landing:
             error.details["cleared_pages"] = ",".join(parts)
 
 
-def _own_receipt(offer: pb.Offer, prepared: PrepareCommit, transport: str) -> pb.Receipt:
+def _own_receipt(offer: pb.Offer, prepared: PrepareCommit, transport: str, way: Way) -> pb.Receipt:
     """The receipt of a get: told to the node, and given to the caller."""
     summary = prepared.summary
+    staged = offer.staged or way.in_host or summary.changed_device
     return pb.Receipt(
         request_id=offer.request_id,
         key=offer.key,
@@ -434,4 +455,6 @@ def _own_receipt(offer: pb.Offer, prepared: PrepareCommit, transport: str) -> pb
         transport=transport,
         stages=[pb.StageTime(stage=name, duration=to_duration(seconds)) for name, seconds in prepared.stages],
         volatile_memory=True,
+        staged_bytes=summary.wire_bytes if staged else 0,
+        device_tag=way.place.device_tag,
     )

@@ -131,6 +131,9 @@ class Transport(ABC):
     optional: ClassVar[bool] = False
     """True for one that by its nature reaches only some peers: one that it does not reach may still be there."""
 
+    takes_device_memory: bool = False
+    """Whether buffers may be CuPy arrays. A transport tells once it runs."""
+
     @abstractmethod
     def parameters(self) -> TransportParameters:
         """What a peer needs to connect to this side."""

@@ -23,6 +23,7 @@ from typing import ClassVar
 import numpy as np
 
 from hurray_wire.errors import Cancelled, HurrayError, PeerUnavailable, ProtocolViolation
+from hurray_wire.memory import copy_into, to_host
 from hurray_wire.transport.base import Buffer, Completion, Endpoint, Transport, TransportParameters
 from hurray_wire.transport.settings import check_settings
 
@@ -273,7 +274,7 @@ class MemoryEndpoint(Endpoint):
                 return
             target = self._transport._fabric._transports[self._remote]
             eager = buffer.nbytes <= self._transport._eager_max_bytes
-            target._deliver(_Message(tag, operation, np.copy(buffer) if eager else None))
+            target._deliver(_Message(tag, operation, np.copy(to_host(buffer)) if eager else None))
             if eager:
                 self._transport._finish(operation, None)
 
@@ -352,6 +353,7 @@ class MemoryTransport(Transport):
     """One side on a MemoryFabric."""
 
     kind: ClassVar[str] = "memory"
+    takes_device_memory = True
 
     def __init__(
         self,
@@ -480,7 +482,7 @@ class MemoryTransport(Transport):
     def _land(self, message: _Message, receive: _Operation) -> None:
         source = message.send.buffer if message.payload is None else message.payload
         landed_bytes = min(source.nbytes, receive.buffer.nbytes)
-        receive.buffer[:landed_bytes] = source[:landed_bytes]
+        copy_into(receive.buffer[:landed_bytes], source[:landed_bytes])
         if message.corruption is not None:
             at = min(message.corruption.offset_bytes, landed_bytes - 1)
             receive.buffer[at] ^= message.corruption.mask

@@ -39,6 +39,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hurray_wire.errors import Cancelled, DataPlaneUnavailable, HurrayError, PeerUnavailable, ProtocolViolation
+from hurray_wire.memory import array_module, copy_into, is_on_device, to_host
 from hurray_wire.transport import _sockets
 from hurray_wire.transport.base import Buffer, Completion, Endpoint, Transport, TransportParameters
 from hurray_wire.transport.settings import check_settings
@@ -189,20 +190,28 @@ def _find_unlink_cancelled() -> Callable[[int], object]:
 
 
 class _Seal:
-    """Random bytes at the end of a buffer that a message is received into (of host memory; see the module)."""
+    """Random bytes at the end of a buffer that a message is received into (see the module)."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._end = buffer[-_SEAL_BYTES:]
-        self._covered = self._end.copy()
+        self._covered = to_host(self._end).copy()
         self._seal = np.frombuffer(os.urandom(self._end.size), np.uint8)
-        self._end[:] = self._seal
+        _write(self._end, self._seal)
 
     def break_off(self) -> bool:
         """Whether it is still there; the bytes that it covered are put back in its place."""
-        if not np.array_equal(self._end, self._seal):
+        if not np.array_equal(to_host(self._end), self._seal):
             return False
-        self._end[:] = self._covered
+        _write(self._end, self._covered)
         return True
+
+
+def _write(end: Buffer, data: Buffer) -> None:
+    """Write to memory that UCX may write to next, which on a GPU waits for no stream."""
+    copy_into(end, data)
+    if is_on_device(end):
+        with end.device:
+            array_module(end).cuda.get_current_stream().synchronize()
 
 
 @dataclass(eq=False, slots=True)
@@ -361,6 +370,7 @@ class UcxTransport(Transport):
         self._stirred = False
         opened_before = _sockets.open_sockets()
         self._context, self._worker = self._start()
+        self.takes_device_memory = any(name.startswith("cuda") for name in _transports_of(self._context))
         self._ports = _sockets.listening_ports(config.first_port, config.last_port, opened_before=opened_before)
         self._guard_sockets((), opened_before)
 
@@ -593,7 +603,7 @@ class UcxTransport(Transport):
 
 def _can_be_sealed(buffer: Buffer) -> bool:
     # What is shorter may end in any bytes by chance.
-    return isinstance(buffer, np.ndarray) and buffer.nbytes >= _SEAL_BYTES
+    return int(buffer.nbytes) >= _SEAL_BYTES
 
 
 def _high_bits(free_bits: int) -> int:

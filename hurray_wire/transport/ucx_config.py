@@ -88,6 +88,12 @@ def _require(holds: bool, name: str, offered: object, required: str) -> None:
         )
 
 
+def with_cuda(config: UcxConfig) -> UcxConfig:
+    """The same, for memory of GPUs, too."""
+    carries = any(name.startswith("cuda") for name in config.tls)
+    return config if carries else replace(config, tls=(*config.tls, "cuda"))
+
+
 def at_one_port(config: UcxConfig) -> UcxConfig:
     """The same, at one port of its range that is free now. Another process may take it meanwhile. Raises
     DataPlaneUnavailable where none is."""

@@ -183,7 +183,7 @@ class ReportUsage(_message.Message):
     def __init__(self) -> None: ...
 
 class MoverStarted(_message.Message):
-    __slots__ = ("incarnation", "transports", "arena", "ucx", "error", "left_out")
+    __slots__ = ("incarnation", "transports", "arena", "ucx", "error", "left_out", "staging")
     class LeftOutEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -197,13 +197,15 @@ class MoverStarted(_message.Message):
     UCX_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    STAGING_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     transports: _containers.RepeatedCompositeFieldContainer[_transfer_pb2.Transport]
     arena: _transfer_pb2.ArenaUsage
     ucx: str
     error: _status_pb2.Status
     left_out: _containers.ScalarMap[str, str]
-    def __init__(self, incarnation: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[_transfer_pb2.Transport, _Mapping]]] = ..., arena: _Optional[_Union[_transfer_pb2.ArenaUsage, _Mapping]] = ..., ucx: _Optional[str] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., left_out: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    staging: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, incarnation: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[_transfer_pb2.Transport, _Mapping]]] = ..., arena: _Optional[_Union[_transfer_pb2.ArenaUsage, _Mapping]] = ..., ucx: _Optional[str] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., left_out: _Optional[_Mapping[str, str]] = ..., staging: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PeerOpened(_message.Message):
     __slots__ = ("peer", "error", "transports")

@@ -34,6 +34,7 @@ from hurray_server.host_memory import available_memory
 from hurray_wire.errors import ArenaFull, DataPlaneUnavailable
 from hurray_wire.image import align
 from hurray_wire.limits import PAGE_BYTES
+from hurray_wire.memory import HOST, Place
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -90,35 +91,18 @@ class Arena:
     """See the module. `owner` is the number of the transfer that an extent was reserved for."""
 
     def __init__(
-        self, total_bytes: int, *, grain_bytes: int | None = None, on_change: Callable[[], None] = lambda: None
+        self,
+        total_bytes: int,
+        *,
+        place: Place = HOST,
+        grain_bytes: int | None = None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_change` is called at every change but `reserve` and `hold`, of which the caller knows. Raises
-        DataPlaneUnavailable where the host does not have that much memory."""
+        DataPlaneUnavailable where the place does not have that much memory."""
         self.total_bytes: Final = align(total_bytes)
         self._on_change = on_change
-        available = available_memory()
-        if available is not None and self.total_bytes > available.nbytes:
-            raise DataPlaneUnavailable(
-                f"the arena is larger than the memory that is available, by {available.limited_by}",
-                stage="start",
-                field="arena.bytes",
-                offered=self.total_bytes,
-                required=f"<= {available.nbytes}",
-            )
-        try:
-            self._grains = Grains(self.total_bytes, grain_bytes or grain_bytes_for(self.total_bytes))
-        except OSError as error:
-            raise DataPlaneUnavailable(
-                f"no memory for the arena: {error.strerror}",
-                stage="start",
-                field="arena.bytes",
-                offered=self.total_bytes,
-            ) from None
-        if _commits_strictly() and not self.prefault():
-            # Touched later, memory that the host has promised to others would be a SIGBUS.
-            raise DataPlaneUnavailable(
-                "the host does not commit so much memory", stage="start", field="arena.bytes", offered=self.total_bytes
-            )
+        self._grains = _grains(self.total_bytes, grain_bytes) if place is HOST else _OnePiece(self.total_bytes, place)
         self.grain_bytes: Final = self._grains.grain_bytes
         self._memory: Bytes = self._grains.memory
         self._lock = threading.Lock()
@@ -354,6 +338,53 @@ class Arena:
             step = min(end, (offset // self.grain_bytes + 1) * self.grain_bytes) - offset
             self._in_use[offset // self.grain_bytes] += sign * step
             offset += step
+
+
+class _OnePiece:
+    """Memory of a place that nobody can be shown, as grains: one for all of it."""
+
+    def __init__(self, total_bytes: int, place: Place) -> None:
+        self.descriptors: list[int] = []
+        self.grain_bytes = total_bytes
+        try:
+            self.memory = place.take(total_bytes)
+        except MemoryError as error:
+            raise DataPlaneUnavailable(
+                f"no memory for the arena: {error}", stage="start", field="arena.bytes", offered=total_bytes
+            ) from None
+
+    def populate(self) -> bool:
+        """It is there."""
+        return True
+
+    def replace(self, number: int) -> None:
+        """Nobody has seen anything of it."""
+        raise AssertionError(f"grain {number} was never shown")
+
+
+def _grains(total_bytes: int, grain_bytes: int | None) -> Grains:
+    """The host's memory for an arena. Raises DataPlaneUnavailable."""
+    available = available_memory()
+    if available is not None and total_bytes > available.nbytes:
+        raise DataPlaneUnavailable(
+            f"the arena is larger than the memory that is available, by {available.limited_by}",
+            stage="start",
+            field="arena.bytes",
+            offered=total_bytes,
+            required=f"<= {available.nbytes}",
+        )
+    try:
+        grains = Grains(total_bytes, grain_bytes or grain_bytes_for(total_bytes))
+    except OSError as error:
+        raise DataPlaneUnavailable(
+            f"no memory for the arena: {error.strerror}", stage="start", field="arena.bytes", offered=total_bytes
+        ) from None
+    if _commits_strictly() and not grains.populate():
+        # Touched later, memory that the host has promised to others would be a SIGBUS.
+        raise DataPlaneUnavailable(
+            "the host does not commit so much memory", stage="start", field="arena.bytes", offered=total_bytes
+        )
+    return grains
 
 
 class TransferMemory:

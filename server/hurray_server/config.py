@@ -26,6 +26,7 @@ from pydantic_settings import (
 
 from hurray_server.mover_config import TransportsConfig
 from hurray_server.trust_config import AuditConfig, DataConfig, GrantConfig, QuotaConfig, Section, TenantName, TlsConfig
+from hurray_wire.cuda import read_device
 from hurray_wire.errors import InvalidRequest, Misuse
 from hurray_wire.image import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, align
 from hurray_wire.limits import MAX_WINDOW, PAGE_BYTES, Limits
@@ -33,7 +34,7 @@ from hurray_wire.messages import DURATION_MAX_S
 from hurray_wire.transport.settings import KINDS, check_kinds, split_list, split_names
 from hurray_wire.transport.shm import DEFAULT_PATH, ShmConfig
 from hurray_wire.transport.tls import SocketConfig
-from hurray_wire.transport.ucx_config import UcxConfig
+from hurray_wire.transport.ucx_config import UcxConfig, with_cuda
 
 DEFAULT_CONFIG_PATH = Path("/etc/hurray/hurrayd.toml")
 """Read when it is there and no other file is named."""
@@ -46,8 +47,21 @@ class ArenaConfig(Section):
 
     bytes: ByteSize = Field(default=ByteSize(1 << 30), ge=1 << 20, le=1 << 46)
     """Size, rounded up to a multiple of 4096. A number, or text such as "64GiB"."""
+    device: str = "cpu"
+    """"cpu", or a GPU: "cuda:0". What is on another kind of device is refused unless its source lets it change that."""
     prefault: bool = True
     """Touch all of it in the background after the start: the first touch is far slower than any copy later."""
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, value: str) -> str:
+        _check(lambda: read_device(value))
+        return value
+
+    @property
+    def gpu(self) -> int | None:
+        """Number of the GPU; None: host memory."""
+        return read_device(self.device)
 
 
 class LeaseConfig(Section):
@@ -316,6 +330,8 @@ class Config(BaseSettings):
     def transports_config(self) -> TransportsConfig:
         """What the mover is told to start."""
         tcp, ucx = _sockets(self.tcp_listen, self.tcp.advertise), self.ucx.transport
+        if self.arena.gpu is not None:
+            ucx = with_cuda(ucx)
         shm = ShmConfig(path=self.shm.path or DEFAULT_PATH, listens=True, group=self.shm.group)
         if self.tls is None:
             tls = credentials = None

@@ -28,12 +28,21 @@ from hurray_server.grains import raise_descriptor_limit
 from hurray_server.logs import configure_logs
 from hurray_server.mover_config import MoverConfig, TransportsConfig
 from hurray_server.pins import Pins
+from hurray_wire import cuda
 from hurray_wire import session as s
 from hurray_wire.checksum import hash_of
 from hurray_wire.dataplane import DataPlane
-from hurray_wire.errors import DataPlaneUnavailable, HurrayError, LimitExceeded, ProtocolViolation, SnapshotLost
+from hurray_wire.errors import (
+    DataPlaneUnavailable,
+    HurrayError,
+    LimitExceeded,
+    ProtocolViolation,
+    SnapshotLost,
+    Unsupported,
+)
 from hurray_wire.image import ImagePlan, is_viewable
 from hurray_wire.limits import MAX_WINDOW
+from hurray_wire.memory import HOST, Place
 from hurray_wire.messages import (
     read_offer,
     read_source_message,
@@ -90,7 +99,8 @@ class Mover:
         self._running: dict[int, _Running] = {}
         self._opening = threading.Lock()
         """Held from the order to connect until its answer is bound to be reported: no loss is reported before that."""
-        self._arena = Arena(config.arena_bytes, on_change=self._report_usage)
+        self._place = _place(config.gpu)
+        self._arena = Arena(config.arena_bytes, place=self._place, on_change=self._report_usage)
         self._pins = Pins()
         self._plane = DataPlane(_makers(config.transports), on_peer_lost=self._peer_lost)
 
@@ -112,6 +122,7 @@ class Mover:
                 arena=self._arena_usage(),
                 ucx=_describe_ucx() if "ucx" in kinds else "",
                 left_out=left_out,
+                staging=[kind for kind in kinds if self._stages(kind)],
             )
         )
 
@@ -213,7 +224,9 @@ class Mover:
             offered = read_offer(order.offer, self._config.limits)
             return offered.plan, offered.token_counts
 
-        payload = LateImageTarget(order.image_bytes, read, memory)
+        payload = LateImageTarget(
+            order.image_bytes, read, memory, place=self._place, in_host=self._stages(order.transport)
+        )
         if len(order.offer.tensors) > _LATE_TENSORS or len(order.offer.token_counts) > _LATE_SEQUENCES:
             _ = payload.plan  # now, in this thread: it takes its time
         self._plane.begin_target(
@@ -246,12 +259,23 @@ class Mover:
             order.transfer,
             SourceOrder(
                 peer=order.peer,
-                payload=ImageSource(offered.plan, image, lambda: self._arena.unpin(order.snapshot), shown),
+                payload=ImageSource(
+                    offered.plan,
+                    image,
+                    lambda: self._arena.unpin(order.snapshot),
+                    shown,
+                    place=self._place,
+                    in_host=self._stages(order.offer.transports[0]),
+                ),
                 hash=offered.hash,
                 budget_s=order.budget_s,
                 listener=lambda output: self._source_output(order.transfer, output),
             ),
         )
+
+    def _stages(self, transport: str) -> bool:
+        """Whether what is on this side's GPU goes through host memory on its way to or from this transport."""
+        return self._place is not HOST and not self._plane.takes_device_memory(transport)
 
     def _pin(self, order: mpb.BeginSource) -> Bytes:
         image = self._arena.pin(order.snapshot)
@@ -351,6 +375,7 @@ class Mover:
 
     def _prepared(self, transfer: int, running: _Running, output: PrepareCommit) -> mpb.Prepared:
         summary = output.summary
+        staged = running.offer.staged or self._stages(running.transport) or summary.changed_device
         return mpb.Prepared(
             receipt=pb.Receipt(
                 wire_bytes=summary.wire_bytes,
@@ -363,6 +388,8 @@ class Mover:
                 checksum=running.offer.checksum,
                 transport=running.transport,
                 stages=_stage_times(output.stages),
+                staged_bytes=summary.wire_bytes if staged else 0,
+                device_tag=self._place.device_tag,
             ),
             viewable=self._arena.can_show(transfer) and all(map(is_viewable, summary.descriptors)),
         )
@@ -395,7 +422,7 @@ class Mover:
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def _prefault(self) -> None:
-        if not self._arena.shows:
+        if not self._arena.shows and self._place is HOST:
             _log.warning("this system has no memory that can be shown: readers get copies")
         if self._arena.prefault():
             _log.info("arena prefaulted", bytes=self._arena.total_bytes)
@@ -424,6 +451,20 @@ class Mover:
 
 def _stage_times(stages: Iterable[tuple[str, float]]) -> list[pb.StageTime]:
     return [pb.StageTime(stage=stage, duration=to_duration(seconds)) for stage, seconds in stages]
+
+
+def _place(number: int | None) -> Place:
+    """Where the arena is. Raises DataPlaneUnavailable."""
+    if number is None:
+        return HOST
+    try:
+        place = cuda.gpu(number)
+    except Unsupported as error:
+        raise DataPlaneUnavailable(
+            error.message, stage="start", field="arena.device", offered=error.details["offered"]
+        ) from None
+    cuda.adopt_rmm()
+    return place
 
 
 def _makers(config: TransportsConfig) -> dict[str, Callable[[], Transport]]:

@@ -59,6 +59,8 @@ class MoverConfig:
     limits: Limits
     log_level: str
     log_format: str
+    gpu: int | None = None
+    """The GPU that has the arena; None: the host."""
 
     def to_json(self) -> str:
         """As an argument."""

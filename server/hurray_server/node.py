@@ -29,7 +29,10 @@ from hurray_server.tally import Tally
 from hurray_server.transfers import Transfer
 from hurray_server.trust_config import read_quotas
 from hurray_wire.credentials import WatchedCredentials
+from hurray_wire.cuda import CHUNK_BYTES
 from hurray_wire.errors import HurrayError, KeyExpired, NodeDraining
+from hurray_wire.limits import chunk_bytes_for
+from hurray_wire.memory import DEVICE_CPU, DEVICE_CUDA
 from hurray_wire.v1 import mover_pb2 as mpb
 
 _log = structlog.get_logger("hurray.node")
@@ -62,6 +65,7 @@ class Node:
                 limits=config.wire_limits,
                 log_level=config.log.level,
                 log_format=config.log.format,
+                gpu=config.arena.gpu,
             ),
             on_up=self._mover_up,
             on_down=self._mover_down,
@@ -179,6 +183,20 @@ class Node:
         """Have `notify` called when the node begins to drain, until the function that this returns is called."""
         self._drain_listeners.add(notify)
         return lambda: self._drain_listeners.discard(notify)
+
+    @property
+    def device_tag(self) -> int:
+        """Of the arena's memory."""
+        return DEVICE_CPU if self.config.arena.gpu is None else DEVICE_CUDA
+
+    def stages(self, transport: str) -> bool:
+        """Whether what is in the arena goes through host memory on its way to this transport, which is up."""
+        return self.link.started is not None and transport in self.link.started.staging
+
+    def chunk_bytes(self, transport: str) -> int:
+        """Bytes of the chunks of a snapshot that goes out by this transport."""
+        direct = self.device_tag == DEVICE_CUDA and not self.stages(transport)
+        return self.config.transfers.chunk_bytes or (CHUNK_BYTES if direct else chunk_bytes_for(transport))
 
     def tenant_number(self, tenant: str) -> int:
         """What the mover knows a tenant by: never 0, the same while this process lives."""

@@ -36,10 +36,11 @@ from hurray_wire.errors import (
 )
 from hurray_wire.image import align
 from hurray_wire.limits import KEY_MAX_BYTES
-from hurray_wire.memory import DEVICE_CPU
+from hurray_wire.memory import STANDARD
 from hurray_wire.messages import (
     PROTOCOL_VERSION,
     check_key,
+    check_place,
     check_request_id,
     check_sizes,
     check_transports,
@@ -93,8 +94,8 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
             transports=[pb.Transport(kind=item.kind, settings=item.settings) for item in mover.transports],
             type_tags=sorted(BY_TAG),
             scheme_tags=SCHEME_TAGS,
-            device_tags=[DEVICE_CPU],
-            memory_classes=[0],
+            device_tags=[node.device_tag],
+            memory_classes=[STANDARD],
             limits=pb.NodeLimits(
                 max_tensors=limits.max_tensors,
                 max_descriptor_bytes=limits.max_descriptor_bytes,
@@ -210,6 +211,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
             node.require_ready("offer", principal.tenant)  # others may have begun meanwhile, or a drain
         else:
             offered = read_offer(offer, node.limits)
+        check_place(offered.descriptors, node.device_tag, STANDARD, via_host=offer.via_host)
         session = node.sessions.find(principal, offer.incarnation)
         node.link.require_up("offer")
         transport = choose_transport(session.transports, offer.transports)
@@ -279,6 +281,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
                 transport,
                 first.open.request_id,
                 view=view,
+                checksum=(pb.CHECKSUM_MIX64 if first.open.checksum == pb.CHECKSUM_MIX64 else pb.CHECKSUM_XXH3_64),
                 end_slot=end_slot,
                 budget_s=budget.left_s(),
             )

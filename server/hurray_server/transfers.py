@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import structlog
@@ -21,9 +22,9 @@ from hurray_server.sessions import Session
 from hurray_server.store import Claim, Contents, Pin, Snapshot
 from hurray_wire.alike import change_each, pack_each
 from hurray_wire.errors import DataPlaneUnavailable, HurrayError, PeerUnavailable, ProtocolViolation
-from hurray_wire.limits import chunk_bytes_for, window_for
+from hurray_wire.limits import window_for
 from hurray_wire.messages import OfferedSnapshot
-from hurray_wire.payload import in_host_memory
+from hurray_wire.payload import held_in
 from hurray_wire.status import from_status, to_status
 from hurray_wire.v1 import mover_pb2 as mpb
 from hurray_wire.v1 import transfer_pb2 as pb
@@ -218,7 +219,7 @@ class PutTransfer(Transfer[pb.TargetMessage]):
                 tenant=node.tenant_number(self._owner),
             )
         )
-        self._held = _as_held(offer, offered)  # while the mover works
+        self._held = _as_held(offer, offered, node.device_tag)  # while the mover works
 
     @property
     def succeeded(self) -> bool:
@@ -326,6 +327,7 @@ class GetTransfer(Transfer[pb.SourceMessage]):
         request_id: str,
         *,
         view: bool,
+        checksum: pb.Checksum,
         end_slot: Callable[[], None],
         budget_s: float,
     ) -> None:
@@ -340,9 +342,10 @@ class GetTransfer(Transfer[pb.SourceMessage]):
         offer = pb.Offer(
             tensors=contents.tensors,
             transports=[transport],
-            checksum=pb.CHECKSUM_XXH3_64,
-            chunk_bytes=chunk_bytes_for(transport, node.config.transfers.chunk_bytes),
+            checksum=checksum,
+            chunk_bytes=node.chunk_bytes(transport),
             view=view,
+            staged=node.stages(transport),
         )
         offer.token_counts.extend(contents.counts())
         node.link.begin_source(
@@ -409,10 +412,11 @@ class GetTransfer(Transfer[pb.SourceMessage]):
         )
 
 
-def _as_held(offer: pb.Offer, offered: OfferedSnapshot) -> tuple[pb.TensorOffer, ...]:
+def _as_held(offer: pb.Offer, offered: OfferedSnapshot, device_tag: int) -> tuple[pb.TensorOffer, ...]:
     """The tensors with device, class and alignment of the mover's memory."""
     held = []
-    for tensor, encoded in zip(offer.tensors, pack_each(change_each(offered.descriptors, in_host_memory)), strict=True):
+    changed = change_each(offered.descriptors, partial(held_in, device_tag=device_tag))
+    for tensor, encoded in zip(offer.tensors, pack_each(changed), strict=True):
         copy = pb.TensorOffer(descriptor=encoded)
         if tensor.HasField("kv_scale"):
             copy.kv_scale = tensor.kv_scale
@@ -423,7 +427,11 @@ def _as_held(offer: pb.Offer, offered: OfferedSnapshot) -> tuple[pb.TensorOffer,
 def without_names(offer: pb.Offer) -> pb.Offer:
     """An offer as the mover gets it: what the bytes are, not whose or what for."""
     bare = pb.Offer(
-        tensors=offer.tensors, transports=offer.transports, checksum=offer.checksum, chunk_bytes=offer.chunk_bytes
+        tensors=offer.tensors,
+        transports=offer.transports,
+        checksum=offer.checksum,
+        chunk_bytes=offer.chunk_bytes,
+        staged=offer.staged,
     )
     bare.token_counts.MergeFrom(offer.token_counts)
     bare.checksums.MergeFrom(offer.checksums)

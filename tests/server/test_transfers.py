@@ -50,6 +50,7 @@ class Setup:
             now_s=lambda: 0.0,
             to_timestamp=lambda at_s: pb.Receipt(expire_time={"seconds": int(at_s)}).expire_time,
             leases_changed=lambda: None,
+            device_tag=0,
             tenant_number=lambda tenant: {"local": 77}[tenant],
             add=self.transfers.add,
             remove=self.transfers.discard,

@@ -27,14 +27,16 @@ class Payloads(Registry):
         super().forget()
         self.flips.clear()
 
-    def snapshot_source(self, prepared: Any, plan: ImagePlan) -> SnapshotSource:
+    def snapshot_source(self, prepared: Any, plan: ImagePlan, *_: Any, **__: Any) -> SnapshotSource:
         """Stands for SnapshotSource."""
         op = self.kernel.current.op if self.kernel.current is not None else None
         if op is not None:
             op.soiled.append(0)
         return _SpoiledSnapshot(self, op, prepared, plan)
 
-    def image_source(self, plan: ImagePlan, image: Any, on_release: Callable[[], None], shown: Any) -> ImageSource:
+    def image_source(
+        self, plan: ImagePlan, image: Any, on_release: Callable[[], None], shown: Any, **_: Any
+    ) -> ImageSource:
         """Stands for ImageSource."""
         return _SpoiledImage(self, plan, image, on_release, shown)
 

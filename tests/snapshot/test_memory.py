@@ -127,7 +127,7 @@ def test_cuda_arrays_need_cupy(monkeypatch: pytest.MonkeyPatch, kind: str) -> No
 
 def test_cuda_arrays_are_seen_by_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = types.SimpleNamespace(dtype=np.dtype(np.float16), device=types.SimpleNamespace(id=3))
-    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(asarray=lambda _: theirs))
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(asarray=lambda _: theirs, ndarray=list))
 
     view = as_array(types.SimpleNamespace(__cuda_array_interface__={}))
 

@@ -79,42 +79,34 @@ class Device:
 
 
 class Event:
-    """Orders nothing, for everything here is done at once; remembers what it was told."""
+    """Orders nothing, for everything here is done at once; remembers which stream it was recorded on."""
 
     def __init__(self, **_: object) -> None:
-        self.recorded_by: Stream | None = None
+        self.recorded_on: int | None = None
 
-    def record(self, stream: Stream | None = None) -> None:
-        self.recorded_by = stream or Stream.null
+    def record(self, stream: Stream) -> None:
+        self.recorded_on = stream.ptr
 
 
 class Stream:
-    """Everything is done at once; `waits` holds the streams that it was put behind."""
+    """Everything is done at once; `waits` holds pointers of the streams that it was put behind."""
 
     null: Stream
 
-    def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False) -> None:
+    def __init__(self, *, non_blocking: bool = False) -> None:
         self.non_blocking = non_blocking
         self.ptr = id(self)
-        self.waits: list[Stream | None] = []
+        self.device_id = current_device()
+        self.waits: list[int | None] = []
         self.settled = 0
 
     def use(self) -> Stream:
+        assert current_device() == self.device_id
+        _here.stream = self
         return self
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def wait_event(self, event: Event) -> None:
-        self.waits.append(event.recorded_by)
-
-    def record(self, event: Event | None = None) -> Event:
-        event = event or Event()
-        event.record(self)
-        return event
+        self.waits.append(event.recorded_on)
 
     def synchronize(self) -> None:
         self.settled += 1
@@ -136,6 +128,7 @@ class Memory:
 
     allocated = 0
     limit_bytes = 1 << 40
+    last: Memory
 
     def __init__(self, size: int) -> None:
         if size > Memory.limit_bytes:
@@ -145,6 +138,7 @@ class Memory:
         self.device_id = current_device()
         self._bytes = np.full(size + 512, 0xA5, np.uint8)  # what was there before
         self.ptr = -(-self._bytes.ctypes.data // 512) * 512
+        Memory.last = self
 
 
 class UnownedMemory:
@@ -311,16 +305,28 @@ for _name in ("and", "or"):
     setattr(FakeArray, f"__i{_name}__", _in_place(f"__i{_name}__"))
 
 
+BUILT_KERNELS = "HURRAYTEST_KERNELS"
+"""Environment: a library of `build_kernels`, for processes that are started here."""
+
+
+def build_kernels(folder: Path) -> Path:
+    """The kernels as a library for the host."""
+    assert _COMPILER is not None, "no C++ compiler to build the kernels with"
+    library = folder / "kernels.so"
+    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
+    source = Path(kernels.__file__).parent
+    subprocess.run([_COMPILER, *flags, "-I", source, _HOST_SOURCE, "-o", library], check=True, timeout=100)
+    return library
+
+
 @functools.cache
 def host_kernels() -> ctypes.CDLL:
-    """The kernels, built for the host once a run."""
-    assert _COMPILER is not None, "no C++ compiler to build the kernels with"
+    """The kernels, built for the host once a process."""
+    built = os.environ.get(BUILT_KERNELS)
+    if built is not None:
+        return ctypes.CDLL(built)
     with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "kernels.so"
-        flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
-        source = Path(kernels.__file__).parent
-        subprocess.run([_COMPILER, *flags, "-I", source, _HOST_SOURCE, "-o", library], check=True, timeout=100)
-        return ctypes.CDLL(str(library))
+        return ctypes.CDLL(str(build_kernels(Path(folder))))
 
 
 def _argument(value: Any) -> Any:
@@ -391,6 +397,8 @@ def fake_cuda(device_count: int = DEVICE_COUNT) -> Iterator[types.ModuleType]:
     runtime = types.SimpleNamespace(
         getDeviceCount=lambda: device_count,
         driverGetVersion=lambda: 13000,
+        runtimeGetVersion=lambda: 13000,
+        getDeviceProperties=lambda number: {"name": b"none"},
         CUDARuntimeError=FakeCudaError,
     )
     module.cuda = types.SimpleNamespace(  # type: ignore[attr-defined]
@@ -401,7 +409,8 @@ def fake_cuda(device_count: int = DEVICE_COUNT) -> Iterator[types.ModuleType]:
         MemoryPointer=MemoryPointer,
         Stream=Stream,
         UnownedMemory=UnownedMemory,
-        get_current_stream=lambda: Stream.null,
+        get_elapsed_time=lambda began, ended: 1.0,
+        get_current_stream=lambda: getattr(_here, "stream", Stream.null),
         runtime=runtime,
     )
     for name in ("zeros", "empty", "full", "arange"):
@@ -409,7 +418,7 @@ def fake_cuda(device_count: int = DEVICE_COUNT) -> Iterator[types.ModuleType]:
     module.ndarray, module.RawModule, module.asarray = FakeArray, RawModule, asarray  # type: ignore[attr-defined]
     module.shares_memory = module.may_share_memory = may_share_memory  # type: ignore[attr-defined]
     before = sys.modules.get("cupy")
-    _here.device, RawModule.started = 0, []
+    _here.device, _here.stream, RawModule.started = 0, Stream.null, []
     sys.modules["cupy"] = module
     try:
         yield module

@@ -18,6 +18,8 @@ KINDS: Final = {
     "baseline": "hurray_client.bench.baselines:Baseline",
     "nixl": "hurray_client.bench.peers:Nixl",
     "nixl_polled": "hurray_client.bench.peers:NixlPolled",
+    "nixl_gpu": "hurray_client.bench.gpu:NixlGpu",
+    "gpu_engine": "hurray_client.bench.gpu:GpuEngine",
     "mooncake": "hurray_client.bench.peers:Mooncake",
 }
 """What a worker can be; imported only in the worker that is it."""

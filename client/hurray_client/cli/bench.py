@@ -16,13 +16,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from hurray_client.bench import gpu, report, shown
 from hurray_client.bench import plot as plotting
-from hurray_client.bench import report, shown
 from hurray_client.bench.processes import BenchError
 from hurray_client.bench.runner import Plan, run
 from hurray_client.bench.workloads import FULL, QUICK
 from hurray_client.cli import output
 from hurray_client.cli.options import Json
+from hurray_wire.cuda import read_device
 from hurray_wire.errors import InvalidRequest
 
 
@@ -42,6 +43,7 @@ def bench(  # noqa: PLR0917 -- typer's options, given by name
         list[Path] | None,
         typer.Option("--page", help="Write the figures to where this page marks it. Repeatable.", exists=True),
     ] = None,
+    device: Annotated[str, typer.Option("--device", help='"cpu", or a GPU: "cuda", "cuda:1".')] = "cpu",
     as_json: Json = False,
 ) -> None:
     """Measure puts and gets on this host against what it and others can do. Starts daemons and clients of its own.
@@ -49,6 +51,13 @@ def bench(  # noqa: PLR0917 -- typer's options, given by name
     Only ratios mean something: the machine is compared with itself, round by round. Exit status 1 if a case failed.
     """
     with output.failures(as_json):
+        if read_device(device) is not None:
+            if workload or transport or plot or recorded or page:
+                raise InvalidRequest(
+                    "of a GPU there is one benchmark: --quick, --rounds and --json go with it", field="device"
+                )
+            _show_gpu(_run_gpu(device, quick=quick, rounds=rounds, peers=peers), as_json)
+            return
         if recorded is None:
             if page:
                 raise InvalidRequest("pages are written from a run that is kept: give --from", field="page")
@@ -68,6 +77,27 @@ def bench(  # noqa: PLR0917 -- typer's options, given by name
         output.show(shown.tables(found))
     if found["failed"]:
         raise typer.Exit(output.Exit.FAILED)
+
+
+def _run_gpu(device: str, *, quick: bool, rounds: int | None, peers: bool) -> dict[str, Any]:
+    scale = gpu.QUICK if quick else gpu.Scale()
+    if rounds is not None:
+        scale = replace(scale, rounds=rounds)
+    try:
+        with _progress() as progress:
+            return gpu.run(scale, device, progress, peers=peers)
+    except BenchError as error:
+        Console(stderr=True).print(Text(str(error), style="red"))
+        raise typer.Exit(output.Exit.FAILED) from None
+
+
+def _show_gpu(found: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        output.show_json(found)
+    else:
+        output.show_rows(("on " + found["device"], "median", "goal", "met"), gpu.rows(found))
+        for name, reason in found["skipped"].items():
+            output.show(Text(f"{name}: {reason}", style="dim"))
 
 
 def _run(plan: Plan, plot: Path | None) -> dict[str, Any]:
