@@ -159,8 +159,8 @@ def test_a_held_image_goes_out_from_staging_never_from_where_it_is(world: World,
     sent: list[int] = []
 
     class Watched(ImageSource):
-        def stage(self, chunk: Any, take_staging: Any) -> Any:
-            staged = super().stage(chunk, take_staging)
+        def stage(self, chunk: Any, *others: Any) -> Any:
+            staged = super().stage(chunk, *others)
             sent.append(staged.data.ptr if is_on_device(staged) else 0)
             return staged
 
@@ -278,7 +278,7 @@ def test_a_short_message_is_an_error_on_the_gpu_too(world: World) -> None:
     place = cuda.gpu(1)
     target = ImageTarget(source.plan, COUNTS, poisoned(place), place=place)
     stage = source.stage
-    source.stage = lambda chunk, take: stage(chunk, take)[: chunk.nbytes - 64]  # type: ignore[method-assign]
+    source.stage = lambda chunk, *others: stage(chunk, *others)[: chunk.nbytes - 64]  # type: ignore[method-assign]
 
     _, end = world.send(source, target)
 
