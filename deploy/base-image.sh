@@ -6,8 +6,9 @@ set -euo pipefail
 tag=debian:bookworm-slim
 docker image inspect "$tag" >/dev/null 2>&1 && exit 0
 
-mirror=${MIRROR:-$(sed -n 's/^URIs: *\([^ ]*\).*/\1/p' /etc/apt/sources.list.d/*.sources 2>/dev/null | head -n 1)}
-mirror=${mirror:-$(sed -n 's/^deb \(\[[^]]*\] \)\{0,1\}\([^ ]*\) .*/\2/p' /etc/apt/sources.list 2>/dev/null | head -n 1)}
+first() { grep --no-filename --only-matching --max-count 1 -P "$1" "${@:2}" 2>/dev/null | head -n 1 || true; }
+mirror=${MIRROR:-$(first '^URIs: *\K\S+' /etc/apt/sources.list.d/*.sources)}
+mirror=${mirror:-$(first '^deb (\[[^]]*\] )?\K\S+' /etc/apt/sources.list)}
 root=$(mktemp -d)
 trap 'rm -rf "$root"' EXIT
 debootstrap --variant=minbase --merged-usr bookworm "$root" "${mirror:-http://deb.debian.org/debian}" >"$root.log" 2>&1 ||
