@@ -2,14 +2,13 @@
 
 CuPy is loaded by name when a GPU is first wanted, never before. What UCX sends and receives is plain cudaMalloc memory:
 cuda_ipc is lost, in silence, for memory of pools and of expandable segments. It is taken in blocks and used again. What
-kernels need for themselves comes from CuPy's allocator, whichever the process has set.
+kernels need for themselves comes from CuPy's allocator, which is RMM's where the process has set that.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -191,12 +190,3 @@ class _GpuBlock(Block):
         lent = cuda.UnownedMemory(self._pointer, self.nbytes, owner, self._device_id)
         with cuda.Device(self._device_id):
             return self._cupy.ndarray((self.nbytes,), dtype=np.uint8, memptr=cuda.MemoryPointer(lent, 0))
-
-
-def adopt_rmm() -> bool:
-    """Let what kernels need come from RMM where it is installed. For programs of our own: others have chosen."""
-    if importlib.util.find_spec("rmm") is None:
-        return False
-    allocator = importlib.import_module("rmm.allocators.cupy").rmm_cupy_allocator
-    importlib.import_module("cupy").cuda.set_allocator(allocator)
-    return True

@@ -458,13 +458,11 @@ def _place(number: int | None) -> Place:
     if number is None:
         return HOST
     try:
-        place = cuda.gpu(number)
+        return cuda.gpu(number)
     except Unsupported as error:
         raise DataPlaneUnavailable(
             error.message, stage="start", field="arena.device", offered=error.details["offered"]
         ) from None
-    cuda.adopt_rmm()
-    return place
 
 
 def _makers(config: TransportsConfig) -> dict[str, Callable[[], Transport]]:

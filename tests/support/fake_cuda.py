@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,12 @@ class Stream:
         assert current_device() == self.device_id
         _here.stream = self
         return self
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
     def wait_event(self, event: Event) -> None:
         self.waits.append(event.recorded_on)
@@ -427,6 +433,14 @@ def fake_cuda(device_count: int = DEVICE_COUNT) -> Iterator[types.ModuleType]:
             del sys.modules["cupy"]
         else:
             sys.modules["cupy"] = before
+
+
+def let_ucx_take_it(patch: Callable[[Any, str, Any], object]) -> None:
+    """Let UCX seem to take memory of GPUs. It does take this one's, which it knows for what it is."""
+    from hurray_wire.transport import ucx
+
+    real = ucx._transports_of
+    patch(ucx, "_transports_of", lambda context: real(context) | {"cuda_ipc"})
 
 
 def placed(memory: np.ndarray, before: int = 0, width: int = 16) -> FakeArray:
