@@ -35,6 +35,7 @@ STAT_RATE: Final = 500.0
 """Stat calls a second beside `stat_load`."""
 
 HELD_KEY: Final = "bench/held"
+STAT_KEY: Final = "bench/stat"
 
 _TIMED: Final = {"paged": "from_paged", "sequences_100k": "index"}
 """What an engine times of a workload beside transfers."""
@@ -366,13 +367,15 @@ class _Stage:
         )
 
     def _run_loaded(self, item: Workload, kind: str) -> Sample:
-        caller = self._others[0]
-        caller.ask("begin_stats", rate=STAT_RATE)
+        caller, small = self._others[0], catalogue(self._plan.scale)["tiny"]
+        self._put(small, kind, CHECKSUM, STAT_KEY)
+        caller.ask("begin_stats", key=STAT_KEY, rate=STAT_RATE)
         try:
             time.sleep(_LOAD_S)
             sample = self._run_put(item, kind, CHECKSUM)
         finally:
             rate = caller.ask("end_stats")["rate"]
+            self._engine.ask("delete", key=STAT_KEY)
         return Sample(sample.seconds, sample.nbytes, {"stat_rate": rate}, sample.source, sample.target)
 
     def _run_get(self, item: Workload, kind: str, key: str = HELD_KEY) -> Sample:
