@@ -135,7 +135,7 @@ class Gpu:
         with cuda.Device(self.device_id):
             for pointer in _current_streams(self._cupy, self.device_id) if stream is None else [stream_pointer(stream)]:
                 event = cuda.Event(disable_timing=True)
-                event.record(cuda.ExternalStream(pointer))
+                cuda.runtime.eventRecord(event.ptr, pointer)
                 self.stream.wait_event(event)
 
 

@@ -105,7 +105,7 @@ def copy_pages(source_rows: Any, source_ids: Any, target_rows: Any, target_ids: 
 def index_status(seq_ptr: Any, block_table: Any, token_counts: Any, *, num_pages: int, page_size: int) -> int:
     """What `validate.index_status` returns, of index buffers on a GPU: seq_ptr and block_table of one type, uint32 or
     uint64, token_counts uint64."""
-    status = _new(seq_ptr, "full", 1, INTACT, dtype=np.uint64)
+    status = _new(seq_ptr, "full", 1, np.uint64(INTACT), dtype=np.uint64)
     width, entries, num_seqs = seq_ptr.dtype.itemsize, block_table.size, token_counts.size
     _start(
         seq_ptr,
@@ -126,7 +126,7 @@ def index_status(seq_ptr: Any, block_table: Any, token_counts: Any, *, num_pages
     # Of bounds that hold: each page by its first entry.
     if num_pages > entries:
         return status_word("compact", entries)
-    first = _new(seq_ptr, "full", num_pages, 0xFFFFFFFF, dtype=np.uint32)
+    first = _new(seq_ptr, "full", num_pages, np.uint32(0xFFFFFFFF), dtype=np.uint32)
     _start(seq_ptr, f"first_use_{width}", entries, block_table, entries, first)
     _start(seq_ptr, "check_compact", num_pages, first, num_pages, status)
     return int(status[0])

@@ -18,7 +18,6 @@ from hurray_wire.transport.ucx import _Seal
 from hurray_wire.transport.ucx_config import UcxConfig, with_cuda
 from support.fake_cuda import (
     Device,
-    ExternalStream,
     FakeArray,
     FakeCudaError,
     Foreign,
@@ -169,7 +168,7 @@ def test_work_follows_the_callers_stream_whoever_made_it(cupy: Any) -> None:
     before = len(place.stream.waits)
 
     place.follow(0x77)
-    place.follow(ExternalStream(0x78))
+    place.follow(types.SimpleNamespace(ptr=0x78))
     place.follow(types.SimpleNamespace(cuda_stream=0x79))
     place.follow(types.SimpleNamespace(__cuda_stream__=lambda: (0, 0x7A)))
 

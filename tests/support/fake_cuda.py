@@ -18,7 +18,8 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import pytest
@@ -81,11 +82,20 @@ class Device:
 class Event:
     """Orders nothing, for everything here is done at once; remembers which stream it was recorded on."""
 
+    made: ClassVar[WeakValueDictionary[int, Event]] = WeakValueDictionary()
+
     def __init__(self, **_: object) -> None:
         self.recorded_on: int | None = None
+        self.ptr = id(self)
+        Event.made[self.ptr] = self
 
     def record(self, stream: Stream) -> None:
         self.recorded_on = stream.ptr
+
+
+def event_record(event: int, stream: int) -> None:
+    """The runtime's call, on pointers."""
+    Event.made[event].recorded_on = stream
 
 
 class Stream:
@@ -116,14 +126,6 @@ class Stream:
 
     def synchronize(self) -> None:
         self.settled += 1
-
-
-class ExternalStream(Stream):
-    """A stream of another library, by its pointer."""
-
-    def __init__(self, ptr: int, device_id: int = -1) -> None:
-        super().__init__()
-        self.ptr = ptr
 
 
 Stream.null = Stream()
@@ -347,7 +349,7 @@ def _argument(value: Any) -> Any:
 class RawModule:
     """The kernels; what is compiled is the same source, by another compiler. `started`: names, in order."""
 
-    started: list[str] = []  # noqa: RUF012
+    started: ClassVar[list[str]] = []
 
     def __init__(self, *, code: str, options: tuple[str, ...]) -> None:
         assert code == kernels.source()
@@ -404,13 +406,13 @@ def fake_cuda(device_count: int = DEVICE_COUNT) -> Iterator[types.ModuleType]:
         getDeviceCount=lambda: device_count,
         driverGetVersion=lambda: 13000,
         runtimeGetVersion=lambda: 13000,
+        eventRecord=event_record,
         getDeviceProperties=lambda number: {"name": b"none"},
         CUDARuntimeError=FakeCudaError,
     )
     module.cuda = types.SimpleNamespace(  # type: ignore[attr-defined]
         Device=Device,
         Event=Event,
-        ExternalStream=ExternalStream,
         Memory=Memory,
         MemoryPointer=MemoryPointer,
         Stream=Stream,
