@@ -50,6 +50,11 @@ def why_no_cuda() -> str | None:
     return None if count else _explain(runtime, None)
 
 
+def in_use() -> bool:
+    """Whether this process has loaded CuPy already, and it has a GPU. Loads nothing."""
+    return "cupy" in sys.modules and why_no_cuda() is None
+
+
 def _explain(runtime: Any, error: Any) -> str:
     status = _NO_DEVICE if error is None else getattr(error, "status", None)
     driver = int(runtime.driverGetVersion())

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from hurray_client.config import ClientConfig, load_config
+from hurray_wire import cuda
 from hurray_wire.credentials import Credentials
 from hurray_wire.dataplane import DataPlane
 from hurray_wire.errors import HurrayError, Misuse
@@ -17,6 +18,7 @@ from hurray_wire.transport.base import Transport, TransportParameters
 from hurray_wire.transport.shm import ShmConfig, ShmTransport
 from hurray_wire.transport.tls import SocketConfig, TcpTransport, TlsTransport
 from hurray_wire.transport.ucx import UcxTransport
+from hurray_wire.transport.ucx_config import with_cuda
 
 if TYPE_CHECKING:
     from hurray_client.node import Node
@@ -44,7 +46,8 @@ class LocalDataPlane:
             "shm": lambda: ShmTransport(shm),
             "tcp": lambda: TcpTransport(SocketConfig()),
             "tls": lambda: _make_tls(config.tls),
-            "ucx": lambda: UcxTransport(ucx),
+            # A process that has pages on a GPU by then will want to send them.
+            "ucx": lambda: UcxTransport(with_cuda(ucx) if cuda.in_use() else ucx),
         }
         self.memory: Final = MemoryPool()
         """What gets receive into."""

@@ -50,6 +50,7 @@ def test_without_cupy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "cupy", None)
 
     assert "hurray-transfer[cuda12]" in str(cuda.why_no_cuda())
+    assert not cuda.in_use()
     with pytest.raises(Unsupported) as refused:
         cuda.gpu()
     assert (refused.value.field, refused.value.details["offered"]) == ("device", "cuda:0")
@@ -75,6 +76,7 @@ def test_a_host_without_a_gpu_says_why(cupy: Any, status: int, driver: int, why:
 
 def test_a_gpu_that_is_there_needs_no_reason(cupy: Any) -> None:
     assert cuda.why_no_cuda() is None
+    assert cuda.in_use()
     assert cuda.gpu(1) is cuda.gpu(1)
     with pytest.raises(Unsupported) as refused:
         cuda.gpu(2)
