@@ -49,20 +49,13 @@ from hurray_wire.messages import (
 )
 from hurray_wire.orders import Ended, Output, PrepareCommit, SourceOrder, TargetOrder
 from hurray_wire.pages import runs
-from hurray_wire.payload import (
-    ImageTarget,
-    OwnMemory,
-    ScatterTarget,
-    SnapshotSource,
-    SourcePayload,
-    StagedSource,
-    TargetPayload,
-    ViewTarget,
-)
+from hurray_wire.payload import SourcePayload, TargetPayload
 from hurray_wire.pool import MemoryPool
 from hurray_wire.prepare import PreparedSnapshot
 from hurray_wire.snapshot import KVSnapshot, KVTensor
+from hurray_wire.source_payloads import SnapshotSource, StagedSource
 from hurray_wire.status import from_status, to_status
+from hurray_wire.target_payloads import ImageTarget, OwnMemory, ScatterTarget, ViewTarget
 from hurray_wire.transport.settings import SHOWING
 from hurray_wire.v1 import transfer_pb2 as pb
 from hurray_wire.validate import BlockStructure

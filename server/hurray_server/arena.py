@@ -388,7 +388,7 @@ def _grains(total_bytes: int, grain_bytes: int | None) -> Grains:
 
 
 class TransferMemory:
-    """The arena as one receiving transfer of a tenant sees it (`hurray_wire.payload.ImageMemory`)."""
+    """The arena as one receiving transfer of a tenant sees it (`hurray_wire.target_payloads.ImageMemory`)."""
 
     def __init__(self, arena: Arena, transfer: int, tenant: int = 0) -> None:
         self._arena = arena

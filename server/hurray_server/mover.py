@@ -54,9 +54,10 @@ from hurray_wire.messages import (
     to_transport,
 )
 from hurray_wire.orders import Ended, Output, PrepareCommit, SourceOrder, TargetOrder
-from hurray_wire.payload import ImageSource, LateImageTarget
 from hurray_wire.peers import Connected
+from hurray_wire.source_payloads import ImageSource
 from hurray_wire.status import from_status, to_status
+from hurray_wire.target_payloads import LateImageTarget
 from hurray_wire.transport.base import Transport
 from hurray_wire.transport.shm import ShmConfig, ShmTransport
 from hurray_wire.transport.tls import TcpTransport, TlsTransport

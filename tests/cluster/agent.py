@@ -22,7 +22,8 @@ import numpy.typing as npt
 
 import hurray_client as ht
 from hurray_wire.image import Chunk
-from hurray_wire.payload import ImageTarget, ScatterTarget, SnapshotSource
+from hurray_wire.source_payloads import SnapshotSource
+from hurray_wire.target_payloads import ImageTarget, ScatterTarget
 
 PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED")
 LAYERS, PAGE_SIZE, HEADS, HEAD_DIM = 8, 16, 8, 64

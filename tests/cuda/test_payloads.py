@@ -18,9 +18,10 @@ from hurray_wire.errors import ChecksumMismatch, InvalidContents, ProtocolViolat
 from hurray_wire.image import plan_image
 from hurray_wire.limits import Limits
 from hurray_wire.memory import HOST, is_on_device
-from hurray_wire.payload import ImageSource, ImageTarget, OwnMemory, ScatterTarget, SnapshotSource, StagedSource
 from hurray_wire.prepare import prepare
 from hurray_wire.snapshot import KVSnapshot
+from hurray_wire.source_payloads import ImageSource, SnapshotSource, StagedSource
+from hurray_wire.target_payloads import ImageTarget, OwnMemory, ScatterTarget
 from hurray_wire.transport.memory import Faults, MemoryFabric, MemoryTransport
 from pages.cases import Tensor, snapshots
 from support.fake_cuda import Device, FakeArray, fake_cuda, needs_compiler, placed

@@ -28,7 +28,8 @@ from hurray_wire.errors import (
 )
 from hurray_wire.memory import aligned_empty
 from hurray_wire.orders import Output
-from hurray_wire.payload import ImageSource, ImageTarget
+from hurray_wire.source_payloads import ImageSource
+from hurray_wire.target_payloads import ImageTarget
 from hurray_wire.transport.memory import Faults, MemoryFabric, MemoryTransport
 
 

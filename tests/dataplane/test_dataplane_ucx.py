@@ -12,7 +12,8 @@ from dataplane.pair import WAIT_S, Pair
 from hurray_wire import session as s
 from hurray_wire.errors import Cancelled, HurrayError, InvalidContents, OutcomeUnknown, PeerUnavailable
 from hurray_wire.memory import aligned_empty, is_page_aligned
-from hurray_wire.payload import ImageSource, ImageTarget, OwnMemory
+from hurray_wire.source_payloads import ImageSource
+from hurray_wire.target_payloads import ImageTarget, OwnMemory
 from hurray_wire.transport.ucx import UcxTransport
 from hurray_wire.transport.ucx_config import UcxConfig
 

@@ -16,9 +16,10 @@ from hurray_wire.errors import Cancelled
 from hurray_wire.image import plan_image
 from hurray_wire.limits import Limits
 from hurray_wire.memory import aligned_empty
-from hurray_wire.payload import ImageTarget, OwnMemory, SnapshotSource
 from hurray_wire.prepare import prepare
 from hurray_wire.snapshot import KVSnapshot
+from hurray_wire.source_payloads import SnapshotSource
+from hurray_wire.target_payloads import ImageTarget, OwnMemory
 from hurray_wire.transport.tls import SocketConfig, TcpTransport
 
 PAGE = (16, 8, 128)

@@ -15,8 +15,9 @@ from dataplane.pair import WAIT_S, Pair, Transfer
 from hurray_wire.checksum import NONE, XXH3_64, Hash
 from hurray_wire.errors import ChecksumMismatch, InvalidContents, PeerUnavailable
 from hurray_wire.memory import aligned_empty
-from hurray_wire.payload import ImageSource, ViewTarget
 from hurray_wire.session import ChecksumsReceived, TellChecksums
+from hurray_wire.source_payloads import ImageSource
+from hurray_wire.target_payloads import ViewTarget
 from hurray_wire.transport.shm import ShmConfig, ShmTransport
 from support.daemon import eventually
 from support.grains import Owner, owner_of

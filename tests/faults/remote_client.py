@@ -23,7 +23,8 @@ from typing import Any
 
 import hurray_client as ht
 from hurray_wire.image import Chunk
-from hurray_wire.payload import ImageTarget, SnapshotSource
+from hurray_wire.source_payloads import SnapshotSource
+from hurray_wire.target_payloads import ImageTarget
 from sdk.ports import WIDE_PORTS
 from sdk.snapshots import assert_same_tokens, make_caches, make_snapshot
 from support.daemon import environment

@@ -24,7 +24,8 @@ import hurray_client as ht
 from faults.harness import BUDGET_S, GRACE_S, attempt, check_error, clean, next_works, settings, snapshot
 from faults.remote_client import remote_client
 from hurray_wire.image import Chunk
-from hurray_wire.payload import ImageTarget, SnapshotSource
+from hurray_wire.source_payloads import SnapshotSource
+from hurray_wire.target_payloads import ImageTarget
 from sdk.test_node import free_port
 from support.daemon import RunningDaemon, eventually, running_daemon
 

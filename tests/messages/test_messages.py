@@ -8,7 +8,7 @@ import pytest
 from hurray_wire.errors import ArenaFull, HurrayError, LimitExceeded, ProtocolViolation
 from hurray_wire.limits import Limits
 from hurray_wire.messages import check_sizes, read_offer, read_target_message
-from hurray_wire.payload import OwnMemory
+from hurray_wire.target_payloads import OwnMemory
 from hurray_wire.transport.base import chunk_tag
 from hurray_wire.v1 import transfer_pb2 as pb
 

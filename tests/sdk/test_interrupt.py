@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import hurray_client as ht
-from hurray_wire.payload import ImageTarget, ScatterTarget, SnapshotSource
+from hurray_wire.source_payloads import SnapshotSource
+from hurray_wire.target_payloads import ImageTarget, ScatterTarget
 from sdk.snapshots import assert_same_tokens, make_caches, make_snapshot
 from support.daemon import RunningDaemon, eventually
 

@@ -21,8 +21,9 @@ from hurray_client.config import load_config
 from hurray_client.node import Node, retrying
 from hurray_wire import errors
 from hurray_wire.image import Chunk
-from hurray_wire.payload import ScatterTarget, SnapshotSource
+from hurray_wire.source_payloads import SnapshotSource
 from hurray_wire.status import STATUS_TRAILER, to_status
+from hurray_wire.target_payloads import ScatterTarget
 from hurray_wire.v1 import transfer_pb2 as pb
 from hurray_wire.v1 import transfer_pb2_grpc
 from sdk.snapshots import assert_same_tokens, make_caches, make_snapshot

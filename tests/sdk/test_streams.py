@@ -14,9 +14,9 @@ from hurray_client import transfer
 from hurray_wire.dataplane import DataPlane
 from hurray_wire.image import plan_image
 from hurray_wire.limits import PAGE_BYTES, Limits
-from hurray_wire.payload import SnapshotSource, StagedSource
 from hurray_wire.prepare import prepare
 from hurray_wire.session_events import Event, ReceiptReceived
+from hurray_wire.source_payloads import SnapshotSource, StagedSource
 from sdk.snapshots import make_caches, make_snapshot
 from support.daemon import RunningDaemon, eventually
 

@@ -16,7 +16,7 @@ import hurray_client as ht
 from hurray_client import transfer
 from hurray_wire.image import Chunk
 from hurray_wire.messages import read_target_message
-from hurray_wire.payload import SnapshotSource, StagedSource
+from hurray_wire.source_payloads import SnapshotSource, StagedSource
 from hurray_wire.v1 import transfer_pb2 as pb
 from sdk.snapshots import (
     assert_dead_slots_clear,

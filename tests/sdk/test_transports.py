@@ -13,7 +13,7 @@ import pytest
 
 import hurray_client as ht
 from hurray_client.config import ShmSection
-from hurray_wire.payload import SnapshotSource
+from hurray_wire.source_payloads import SnapshotSource
 from hurray_wire.transport import shm
 from hurray_wire.v1 import transfer_pb2 as pb
 from sdk.snapshots import assert_same_tokens, make_caches, make_snapshot
@@ -271,7 +271,7 @@ def test_a_node_of_one_transport(tmp_path: Path) -> None:
 STALL = """
     import sys, threading
     import hurray_client as ht
-    from hurray_wire.payload import SnapshotSource
+    from hurray_wire.source_payloads import SnapshotSource
     from sdk.test_node import SMALL_CHUNKS, large_snapshot
     stage = SnapshotSource.stage
     def stop(self, chunk, *others):

@@ -25,7 +25,7 @@ from hurray_wire.descriptor import build_descriptor
 from hurray_wire.dtypes import BY_NAME
 from hurray_wire.errors import ERROR_DOMAIN, HurrayError, LimitExceeded, ProtocolViolation
 from hurray_wire.limits import PAGE_BYTES, Limits
-from hurray_wire.payload import SnapshotSource
+from hurray_wire.source_payloads import SnapshotSource
 from hurray_wire.status import STATUS_TRAILER, from_trailers
 from hurray_wire.transport.base import chunk_tag
 from hurray_wire.v1 import transfer_pb2 as pb

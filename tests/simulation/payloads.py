@@ -7,7 +7,7 @@ from typing import Any
 
 from hurray_server.arena import TransferMemory
 from hurray_wire.image import ImagePlan
-from hurray_wire.payload import ImageSource, SnapshotSource
+from hurray_wire.source_payloads import ImageSource, SnapshotSource
 from simulation.engines import Op
 from simulation.faults import Fault, spoil
 from simulation.registry import Registry

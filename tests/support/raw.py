@@ -28,9 +28,9 @@ from hurray_wire.messages import (
     to_transport,
 )
 from hurray_wire.orders import Ended, Output, SourceOrder
-from hurray_wire.payload import SnapshotSource
 from hurray_wire.prepare import PreparedSnapshot, prepare
 from hurray_wire.snapshot import KVSnapshot
+from hurray_wire.source_payloads import SnapshotSource
 from hurray_wire.status import STATUS_TRAILER, from_trailers
 from hurray_wire.transport.base import Transport
 from hurray_wire.transport.ucx import UcxTransport
