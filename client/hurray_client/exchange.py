@@ -74,7 +74,7 @@ class Exchange:
 
     def tell(self, message: Any) -> None:
         """Send a message to the node."""
-        self._stream.tell(message)
+        self._stream.tell(self, message)
 
     def post(self, event: s.Event) -> None:
         """Feed the machine."""
@@ -201,7 +201,7 @@ class Exchange:
                 return
             message = encode(output)
             if message is not None:
-                self._stream.tell(message)
+                self._stream.tell(self, message)
 
         return listen
 

@@ -55,9 +55,11 @@ class Stream:
         self._lock = threading.Lock()
         self.thread = threading.Thread(target=self._run, name=f"hurray-stream-{number}", daemon=True)
 
-    def tell(self, message: Any) -> None:
-        """Send a message."""
-        self._outbound.put(message)
+    def tell(self, user: User, message: Any) -> None:
+        """Send a message of this user's. One that has left tells nothing: it would be taken for the next one's."""
+        with self._lock:
+            if self._user is user:
+                self._outbound.put(message)
 
     def finish(self) -> None:
         """Nothing more is told: the node ends it as soon as it carries no transfer."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 import hurray_client as ht
 from hurray_client import transfer
+from hurray_client.call import Alarms
+from hurray_client.streams import Streams
 from hurray_wire.dataplane import DataPlane
 from hurray_wire.image import plan_image
 from hurray_wire.limits import PAGE_BYTES, Limits
@@ -109,3 +112,41 @@ def test_a_staged_source_is_done_with_the_pages_it_was_made_of() -> None:
         assert not staged.all_staged
         staged.stage(chunk, lambda: np.empty(0, np.uint8))
     assert staged.all_staged
+
+
+class Ear:
+    """Of gRPC what a stream needs: a stub whose call takes all that is told, and answers nothing."""
+
+    def __init__(self) -> None:
+        self.stub, self.told = self, list[object]()
+
+    @contextmanager
+    def use(self) -> Iterator[Ear]:
+        yield self
+
+    def Put(self, requests: Iterator[object]) -> Iterator[object]:
+        self.told.extend(requests)
+        return iter(())
+
+
+class Nobody:
+    def heard(self, response: object) -> None:
+        raise AssertionError(response)
+
+    def lost(self, failure: Exception | None) -> None:
+        assert failure is None
+
+
+def test_a_transfer_that_has_left_its_stream_tells_the_next_one_nothing() -> None:
+    """The machine of a small put may end after its receipt: what it says then is nobody's business."""
+    ear, first, second = Ear(), Nobody(), Nobody()
+    stream = Streams(ear, Alarms()).take("Put", first)  # type: ignore[arg-type]
+    stream.tell(first, "offer")
+    stream.leave()
+    stream.tell(first, "stop, nobody's")
+    assert stream.take(second)
+    stream.tell(first, "stop, of the first")
+    stream.tell(second, "another offer")
+    stream.finish()
+    stream.thread.join(10)
+    assert ear.told == ["offer", "another offer"]
