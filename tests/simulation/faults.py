@@ -413,7 +413,7 @@ def _rogue_answers(kind: str, random: Any) -> list[bytes]:
 
 def spoil(op: Op, plan: Any, chunk: Chunk, staged: Any, world: Payloads) -> Any:
     """What a faulty source makes of a chunk that it has staged: the bytes to send."""
-    for fault in list(op.armed):
+    for fault in dict.fromkeys(op.armed):
         match fault:
             case Fault.STAGING_FAILS:
                 op.armed.remove(fault)
