@@ -86,7 +86,7 @@ class ShmConfig:
     group: str | None = None
     """Name or number of the socket's group. None: the process's, or its folder's where that is setgid."""
 
-    ring_bytes: int = 40 << 20
+    ring_bytes: int = 36 << 20
     """Memory towards each peer, made when it is first needed: more than the processor's caches hold, so that what the
     peer's core has read is no longer in its cache when it is written again."""
 

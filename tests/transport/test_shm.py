@@ -243,7 +243,7 @@ def test_what_came_back_is_lent_again_after_all_the_rest():
     assert (first, ranges.take_piece(4 * PAGE)) == (0, (2 * PAGE, 4 * PAGE))
 
 
-SHORT, RING = 9 << 20, 40 << 20
+SHORT, RING = 9 << 20, 36 << 20
 
 
 def used_short(reach, costs, total_bytes, message_bytes=4 << 20):

@@ -264,7 +264,7 @@ class _Stage:
         """What the largest step needs, beside the snapshot that is held for gets."""
         most = max(item.nbytes * (SOURCE_COUNT if item.action == "concurrent" else 1) for item in self._chosen.values())
         held = self._paged.nbytes if any(item.action in ("get", "get_into") for item in self._chosen.values()) else 0
-        return most + most // 64 + held + _EXTRA_BYTES
+        return most + most // 8 + held + _EXTRA_BYTES
 
     # --- ours -------------------------------------------------------------------------------------------------------
 
