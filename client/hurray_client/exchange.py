@@ -271,7 +271,7 @@ class Exchange:
         error = rpc_error(failure, stage="pages" if self.accepted else "offer", peer=self.node.target)
         if has_details(failure):
             self.post(self._refusal(error))
-        elif error.code not in ("CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE"):
+        elif error.code not in ("DEADLINE_EXCEEDED", "UNAVAILABLE"):
             self.post(s.Failed(error))
 
     def _fault(self, error: Exception) -> HurrayError:

@@ -74,8 +74,10 @@ class TryAgain(Exception):
 
 
 def rpc_error(error: grpc.RpcError, *, stage: str, peer: str) -> HurrayError:
-    """The error of a call that failed."""
+    """The error of a call that failed. One that its caller cancelled is known before: else it is the node that went."""
     code: grpc.StatusCode = error.code()
+    if code is grpc.StatusCode.CANCELLED and not has_details(error):
+        return PeerUnavailable("the call was cut", stage=stage, peer=peer)
     return from_trailers(code.name, error.details() or "", _trailers(error), stage=stage, peer=peer)
 
 
@@ -142,8 +144,6 @@ class Session:
             error = self._keep()
         except grpc.RpcError as failure:
             error = rpc_error(failure, stage="connect", peer=self._node.target)
-            if isinstance(error, Cancelled):
-                error = PeerUnavailable("the session was cut", stage="connect", peer=self._node.target)
         except HurrayError as failure:
             error = failure
         except TimeoutError:

@@ -383,6 +383,7 @@ def test_what_is_not_safe_to_repeat_is_not_repeated(script: Scripted, scripted: 
         (grpc.StatusCode.UNIMPLEMENTED, ht.Unsupported),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, ht.LimitExceeded),
         (grpc.StatusCode.UNAVAILABLE, ht.PeerUnavailable),
+        (grpc.StatusCode.CANCELLED, ht.PeerUnavailable),  # of a node that stops: whoever cancels a call knows it before
     ],
 )
 def test_bare_codes_get_a_class_too(
