@@ -52,7 +52,10 @@ BYE_S: Final = 2.0
 PROOF_S: Final = 1.0
 """How long a node of this host may take to show that shared memory reaches it; it takes about a millisecond."""
 
-_BEFORE_ANSWER: Final = frozenset({None, "connect", "session", "offer", "retry"})
+STAGING: Final = "staging"
+"""The stage of a small put before its offer: what fails there is this process's, whatever its kind."""
+
+_BEFORE_ANSWER: Final = frozenset({None, STAGING, "connect", "session", "offer", "retry"})
 """Stages of an attempt in which the node has not yet said what became of an earlier one; None: before it began."""
 
 UNREACHED_TRIES: Final = 3
@@ -415,7 +418,11 @@ def retrying(call: Call, retry_s: float, attempt: Callable[[], T]) -> T:
         except TryAgain as again:
             failure = unknown or _again(again.error)
         except HurrayError as error:
-            ended_here = error.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED") or isinstance(error, Misuse)
+            ended_here = (
+                error.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
+                or isinstance(error, Misuse)
+                or error.stage == STAGING
+            )
             if unknown is None or not ended_here or error.stage not in _BEFORE_ANSWER:
                 raise
             raise unknown from None

@@ -15,7 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 from hurray_client.call import Call
 from hurray_client.devices import CPU, Device, Way
 from hurray_client.exchange import DRAIN, Exchange
-from hurray_client.node import Node, Session, TryAgain, has_details, is_passing, rpc_error
+from hurray_client.node import STAGING, Node, Session, TryAgain, has_details, is_passing, rpc_error
 from hurray_client.progress import Counted, OnProgress, Reporter
 from hurray_client.receipt import Receipt
 from hurray_client.stream import NOTHING_READY, ReadyTensors
@@ -215,7 +215,11 @@ def put_once(node: Node, call: Call, order: PutOrder) -> Receipt:
     offer = order.offer(plan, session.plane.incarnation, [transport], hash_=hash_, staged=way.in_host)
     payload: SourcePayload = SnapshotSource(order.prepared, plan, way.place, in_host=way.in_host)
     if order.ready is None and plan.wire_bytes <= EAGER_BYTES:
-        payload = staged = StagedSource(payload)
+        try:
+            payload = staged = StagedSource(payload)
+        except HurrayError as error:
+            error.details.setdefault("stage", STAGING)
+            raise
         if hash_.verifies:
             offer.checksums.extend(map(hash_, staged.chunks))
         told = NONE  # nothing more

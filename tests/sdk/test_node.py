@@ -461,6 +461,8 @@ def test_settings_that_make_no_sense(monkeypatch: pytest.MonkeyPatch, name: str,
         (ht.Cancelled("enough", stage="connect"), ht.OutcomeUnknown),
         (ht.Cancelled("enough", stage="pages"), ht.Cancelled),
         (ht.Misuse("the client is closed"), ht.OutcomeUnknown),
+        (ht.InvalidContents("not read", stage="staging"), ht.OutcomeUnknown),
+        (ht.InvalidContents("no value", stage="pages"), ht.InvalidContents),
     ],
 )
 def test_an_outcome_stays_unknown_until_an_attempt_tells(later: ht.HurrayError, raised: type[ht.HurrayError]) -> None:
