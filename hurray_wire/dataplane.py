@@ -34,10 +34,10 @@ from hurray_wire.errors import (
 )
 from hurray_wire.image import Chunk, ImagePlan
 from hurray_wire.log import get_logger
-from hurray_wire.memory import huge_empty
 from hurray_wire.orders import Ended, PrepareCommit, SourceOrder, TargetOrder
 from hurray_wire.payload import TargetPayload
 from hurray_wire.peers import Connected, Peer, Peers
+from hurray_wire.staging import Loan, Staging
 from hurray_wire.transport.base import (
     TAG_CHUNK_BITS,
     Buffer,
@@ -59,24 +59,10 @@ DRAIN_S: Final = 2.0
 UNKNOWN_TAGS_S: Final = 1.0
 """How often messages that nobody waits for are looked for while the thread is otherwise idle."""
 
-STAGING_KEEP_BYTES: Final = 64 << 20
-"""Staging memory kept for the next transfer."""
-
-
 START_S: Final = 30.0
 """Longest time for transports to start."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Staging:
-    """Where a chunk is staged: memory of ours, or on loan from the connection it goes out by."""
-
-    buffer: Buffer
-    owner: Endpoint | None
-    keeps: bool = True
-    """Whether memory of ours is kept for the next transfer here; else whoever gave it does."""
 
 
 @dataclass(eq=False)
@@ -94,7 +80,7 @@ class _Transfer:
     stages: list[tuple[str, float]] = field(default_factory=list)
     stage_began: float = 0.0
     link: Peer | None = None
-    staging: dict[int, _Staging] = field(default_factory=dict)
+    staging: dict[int, Loan] = field(default_factory=dict)
     moved_at: float = 0.0
     drain_at: float | None = None
 
@@ -134,7 +120,7 @@ class DataPlane:
             fail_transfers=self._fail_for_peer,
             on_lost=on_peer_lost,
         )
-        self._spare: list[Buffer] = []
+        self._staging = Staging()
         self._stopping = False
         self._retiring = False
         self._poll: select.epoll
@@ -586,7 +572,9 @@ class DataPlane:
         checksum = 0
 
         def take_staging() -> Buffer:
-            return self._take_staging(transfer, endpoint, chunk)
+            loan = self._staging.take(order.payload, transfer.plan, endpoint, chunk)
+            transfer.staging[chunk.index] = loan
+            return loan.buffer
 
         def stage() -> Buffer | list[memoryview] | Shown:
             buffer: Buffer | list[memoryview] | Shown = order.payload.stage(chunk, take_staging, endpoint.takes_parts)
@@ -646,37 +634,10 @@ class DataPlane:
         """Of a view there is none: nothing crosses that could come out otherwise."""
         return 0 if chunk.index == transfer.plan.view_chunk else transfer.order.hash(buffer)
 
-    def _take_staging(self, transfer: _Transfer, endpoint: Endpoint, chunk: Chunk) -> Buffer:
-        order = transfer.order
-        assert isinstance(order, SourceOrder)
-        elsewhere = order.payload.staging(transfer.plan.max_chunk_bytes)
-        if elsewhere is not None:
-            transfer.staging[chunk.index] = _Staging(elsewhere, None, keeps=False)
-            return elsewhere
-        own = endpoint.take_staging(chunk.nbytes)
-        if own is not None:
-            transfer.staging[chunk.index] = _Staging(own, endpoint)
-            return own
-        size = transfer.plan.max_chunk_bytes
-        # What was free last is what the processor's cache still holds.
-        fitting = (number for number in reversed(range(len(self._spare))) if self._spare[number].nbytes >= size)
-        number = next(fitting, None)
-        buffer = self._spare.pop(number) if number is not None else huge_empty(max(size, transfer.plan.chunk_bytes))
-        transfer.staging[chunk.index] = _Staging(buffer, None)
-        return buffer
-
     def _free_staging(self, transfer: _Transfer, chunk: int, *, sent: bool) -> None:
-        staging = transfer.staging.pop(chunk, None)
-        if staging is None:
-            return
-        if staging.owner is None:
-            if not staging.keeps:
-                return
-            kept = sum(buffer.nbytes for buffer in self._spare)
-            if kept + staging.buffer.nbytes <= STAGING_KEEP_BYTES:
-                self._spare.append(staging.buffer)
-        elif not sent:
-            staging.owner.return_staging(staging.buffer)
+        loan = transfer.staging.pop(chunk, None)
+        if loan is not None:
+            self._staging.give_back(loan, sent=sent)
 
 
 def _gone(transfer: _Transfer) -> PeerUnavailable:

@@ -151,6 +151,18 @@ class Transfer(ABC, Generic[MessageT]):
         self.messages.put(None)
         self._node.ended(self)
 
+    def _tell_success(self, event: str, done: pb.Receipt | mpb.SourceSummary, **facts: object) -> None:
+        seconds = self._seconds()
+        self._node.tally.succeed(
+            self.direction,
+            self.transport,
+            seconds,
+            done.stages,
+            crossed_bytes=done.wire_bytes,
+            mapped_bytes=done.mapped_bytes,
+        )
+        _log.info(event, **self._names, seconds=seconds, bytes=done.wire_bytes, **facts)
+
     def _seconds(self) -> float:
         return round(time.monotonic() - self._began_s, 6)
 
@@ -284,23 +296,12 @@ class PutTransfer(Transfer[pb.TargetMessage]):
         asyncio.get_running_loop().call_soon(self._after_commit, receipt)
 
     def _after_commit(self, receipt: pb.Receipt) -> None:
-        seconds = self._seconds()
         self._node.leases_changed()
         self._node.tally.dirty_dead_slot_count += receipt.dirty_dead_slot_count
-        self._node.tally.succeed(
-            self.direction,
-            self.transport,
-            seconds,
-            receipt.stages,
-            crossed_bytes=receipt.wire_bytes,
-            mapped_bytes=receipt.mapped_bytes,
-        )
-        _log.info(
+        self._tell_success(
             "snapshot committed",
-            **self._names,
-            seconds=seconds,
+            receipt,
             generation=receipt.generation,
-            bytes=receipt.wire_bytes,
             tensors=receipt.tensor_count,
             dirty_dead_slots=receipt.dirty_dead_slot_count,
         )
@@ -394,22 +395,7 @@ class GetTransfer(Transfer[pb.SourceMessage]):
         self._names |= {"generation": snapshot.generation, "consumed": self._pin.consume}
 
     def _after_success(self, summary: mpb.SourceSummary) -> None:
-        seconds = self._seconds()
-        self._node.tally.succeed(
-            self.direction,
-            self.transport,
-            seconds,
-            summary.stages,
-            crossed_bytes=summary.wire_bytes,
-            mapped_bytes=summary.mapped_bytes,
-        )
-        _log.info(
-            "transfer succeeded",
-            **self._names,
-            seconds=seconds,
-            bytes=summary.wire_bytes,
-            mapped_bytes=summary.mapped_bytes,
-        )
+        self._tell_success("transfer succeeded", summary, mapped_bytes=summary.mapped_bytes)
 
 
 def _as_held(offer: pb.Offer, offered: OfferedSnapshot, device_tag: int) -> tuple[pb.TensorOffer, ...]:

@@ -341,7 +341,7 @@ def test_staging_and_state_do_not_grow(world: World) -> None:
     for _ in range(30):
         world.must_work()
     assert world.pair.source.transfer_count == 0
-    assert len(world.pair.source._spare) <= 4
+    assert len(world.pair.source._staging._spare) <= 4
 
 
 def test_a_transport_that_cannot_start_is_named() -> None:

@@ -119,6 +119,13 @@ def test_any_byte_range_is_a_piece_of_the_whole(made: tuple[KVSnapshot, list[Ten
     assert np.array_equal(part, whole[start:end])
 
 
+@st.composite
+def runs_of_pages(draw: st.DrawFn, prepared: PreparedSnapshot) -> tuple[int, int]:
+    """First page and count of some that follow each other."""
+    first = draw(st.integers(0, prepared.num_pages - 1))
+    return first, draw(st.integers(1, prepared.num_pages - first))
+
+
 @given(snapshots(whole_bytes=True), st.data())
 def test_runs_that_may_be_sent_directly_equal_what_fill_stages(
     made: tuple[KVSnapshot, list[Tensor]], data: st.DataObject
@@ -126,8 +133,7 @@ def test_runs_that_may_be_sent_directly_equal_what_fill_stages(
     prepared = prepare(made[0])
     if not prepared.num_pages:
         return
-    first = data.draw(st.integers(0, prepared.num_pages - 1))
-    count = data.draw(st.integers(1, prepared.num_pages - first))
+    first, count = data.draw(runs_of_pages(prepared))
     pages = prepared.compaction.pages[first : first + count].tolist()
     page_bytes = prepared.tensors[0].descriptor.page_bytes or 0
     staged = np.full((count, page_bytes), POISON, dtype=np.uint8)
@@ -150,8 +156,7 @@ def test_parts_equal_what_fill_stages_and_only_live_pages_are_the_engines(
     prepared = prepare(made[0])
     if not prepared.num_pages:
         return
-    first = data.draw(st.integers(0, prepared.num_pages - 1))
-    count = data.draw(st.integers(1, prepared.num_pages - first))
+    first, count = data.draw(runs_of_pages(prepared))
     page_bytes = prepared.tensors[0].descriptor.page_bytes or 0
     staged = np.full((count, page_bytes), POISON, dtype=np.uint8)
     staging: list[np.ndarray] = []

@@ -5,7 +5,6 @@ Everything is a ratio of `device_copy`, in bytes read plus bytes written a secon
 
 from __future__ import annotations
 
-import base64
 import importlib
 import importlib.util
 import os
@@ -304,6 +303,8 @@ class GpuEngine:
 class NixlGpu(Nixl):
     """NIXL between two memories on the same GPU."""
 
+    segment = "VRAM"
+
     def open(self, workload: dict[str, Any], role: str) -> dict[str, Any]:
         """See Peer."""
         place = _own_gpu()
@@ -312,23 +313,8 @@ class NixlGpu(Nixl):
         self._order = page_order(self._workload)
         return self._register()
 
-    def _register(self) -> dict[str, Any]:
-        api = importlib.import_module(f"{_nixl_module()}._api")
-        self._agent = api.nixl_agent(self._role, self._config(api))
-        self._agent.register_memory([(self._address, self._memory.nbytes, self._device, "")], "VRAM")
-        return {
-            "metadata": base64.b64encode(self._agent.get_agent_metadata()).decode(),
-            "address": self._address,
-        }
-
-    def _connect(self, other: dict[str, Any]) -> None:
-        name = self._agent.add_remote_agent(base64.b64decode(other["metadata"]))
-        name = name.decode() if isinstance(name, bytes) else name
-        self._local = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", self._pages(self._address), "VRAM")
-        self._remote = self._agent.prep_xfer_dlist(name, self._pages(other["address"]), "VRAM")
-
-    def _pages(self, address: int) -> list[tuple[int, int, int]]:
-        return [(start, size, self._device) for start, size, _ in super()._pages(address)]
+    def _module(self) -> str:
+        return _nixl_module()
 
     @property
     def _address(self) -> int:

@@ -69,6 +69,8 @@ def peer_kinds() -> tuple[PeerKind, ...]:
 class Peer(ABC):
     """See worker. One object at the source, one at the target; what they exchange is JSON."""
 
+    _device = 0
+
     def open(self, workload: dict[str, Any], role: str) -> dict[str, Any]:
         """Take and register the memory; what the other side must know of this one."""
         self._workload = Workload(**workload)
@@ -111,7 +113,7 @@ class Peer(ABC):
     def _pages(self, address: int) -> list[tuple[int, int, int]]:
         """(address, size, device) of each page."""
         size = self._workload.page_bytes
-        return [(address + number * size, size, 0) for number in range(self._memory.nbytes // size)]
+        return [(address + number * size, size, self._device) for number in range(self._memory.nbytes // size)]
 
     @abstractmethod
     def _register(self) -> dict[str, Any]: ...
@@ -130,11 +132,13 @@ class Nixl(Peer):
     """NIXL with its UCX backend; the target learns of the end by NIXL's own notification."""
 
     progress_thread = True
+    segment = "DRAM"
+    """What NIXL calls the kind of memory."""
 
     def _register(self) -> dict[str, Any]:
-        api = importlib.import_module("nixl_cu12._api")
+        api = importlib.import_module(f"{self._module()}._api")
         self._agent = api.nixl_agent(self._role, self._config(api))
-        self._agent.register_memory([(self._address, self._memory.nbytes, 0, "")], "DRAM")
+        self._agent.register_memory([(self._address, self._memory.nbytes, self._device, "")], self.segment)
         return {
             "metadata": base64.b64encode(self._agent.get_agent_metadata()).decode(),
             "address": self._address,
@@ -143,8 +147,8 @@ class Nixl(Peer):
     def _connect(self, other: dict[str, Any]) -> None:
         name = self._agent.add_remote_agent(base64.b64decode(other["metadata"]))
         name = name.decode() if isinstance(name, bytes) else name
-        self._local = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", self._pages(self._address), "DRAM")
-        self._remote = self._agent.prep_xfer_dlist(name, self._pages(other["address"]), "DRAM")
+        self._local = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", self._pages(self._address), self.segment)
+        self._remote = self._agent.prep_xfer_dlist(name, self._pages(other["address"]), self.segment)
 
     def _send(self) -> None:
         sources = self._order.astype(np.int32)
@@ -164,6 +168,9 @@ class Nixl(Peer):
                 return
             time.sleep(50e-6)  # its own thread makes the progress, or the source's: leave it the core
         raise BenchError("NIXL's notification did not come in time")
+
+    def _module(self) -> str:
+        return "nixl_cu12"
 
     def _config(self, api: Any) -> Any:
         return api.nixl_agent_config(enable_prog_thread=self.progress_thread, backends=["UCX"])
