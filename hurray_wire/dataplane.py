@@ -182,6 +182,12 @@ class DataPlane:
         return self._peers.worn
 
     @property
+    def unusable(self) -> dict[str, str]:
+        """Transports that run and make no connection any more: why, for people."""
+        reasons = {kind: transport.why_unusable() for kind, transport in [*self._peers.transports.items()]}
+        return {kind: why for kind, why in reasons.items() if why is not None}
+
+    @property
     def parameters(self) -> tuple[TransportParameters, ...]:
         """What peers need to connect to this side, by each transport that runs."""
         return tuple(self._peers.parameters.values())
@@ -213,7 +219,8 @@ class DataPlane:
         show that it does. None: do not wait, and count them all; for the side whose peer cannot yet know how to reach
         it.
 
-        Fails with CapabilityMismatch, where they have none or one whose settings differ, and PeerUnavailable."""
+        Fails with CapabilityMismatch, where they have none or one whose settings differ, PeerUnavailable, and
+        DataPlaneUnavailable, where this side's are unusable."""
 
         def open_(done: Future[Connected]) -> None:
             self._require_running()

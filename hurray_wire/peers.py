@@ -114,7 +114,8 @@ class Peers:
         proof_s: float | None,
         opening: Future[Connected],
     ) -> None:
-        """Connect; `opening` is answered now (`proof_s` None) or by `settle`. Raises CapabilityMismatch."""
+        """Connect; `opening` is answered now (`proof_s` None) or by `settle`. Raises CapabilityMismatch,
+        DataPlaneUnavailable."""
         theirs = {item.kind: item for item in parameters if item.kind in self.transports}
         if not theirs:
             raise CapabilityMismatch(
@@ -125,12 +126,20 @@ class Peers:
             )
         entry = Peer()
         for kind, item in theirs.items():
+            why = self.transports[kind].why_unusable()
+            if why is not None:
+                entry.left_out[kind] = DataPlaneUnavailable(
+                    f"{kind} cannot be used here: {why}", retry_after_s=1.0, stage="connect", transport=kind
+                )
+                continue
             try:
                 self.transports[kind].check_peer(item)
             except CapabilityMismatch as error:
-                if not self.transports[kind].optional or len(theirs) == 1:
+                if not self.transports[kind].optional:
                     raise
                 entry.left_out[kind] = error
+        if len(entry.left_out) == len(theirs):
+            raise [*entry.left_out.values()][-1]
         if peer in self.entries:
             self.lose(peer, PeerUnavailable("the peer connects anew", peer=peer), notify=False)
         self.entries[peer] = entry

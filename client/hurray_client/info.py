@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -132,7 +132,7 @@ class NodeInfo:
     """Kinds that are up, best first."""
 
     ready: bool
-    """False while the data plane is down or the node drains."""
+    """False while the data plane is down, or has no transport that can be used, or the node drains."""
 
     ucx: str
     device_tags: tuple[int, ...]
@@ -146,6 +146,9 @@ class NodeInfo:
 
     time: datetime | None = None
     """The clock of its host, UTC; None of a node that does not say."""
+
+    unusable_transports: Mapping[str, str] = field(default_factory=dict)
+    """Kinds that it has and cannot use at the moment: why, for people."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; the incarnation in hex."""
@@ -179,4 +182,5 @@ class NodeInfo:
             ),
             address=message.address,
             time=read_time(message.time) if message.HasField("time") else None,
+            unusable_transports=dict(message.unusable_transports),
         )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -38,7 +39,7 @@ from hurray_wire.errors import (
 from hurray_wire.log import get_logger
 from hurray_wire.messages import PROTOCOL_VERSION, read_transport, to_transport
 from hurray_wire.status import STATUS_TRAILER, from_trailers
-from hurray_wire.transport import ucx
+from hurray_wire.transport import ucx, ucx_devices
 from hurray_wire.transport.base import TransportParameters
 from hurray_wire.transport.tls import EXPECTED_IDENTITY
 from hurray_wire.v1 import transfer_pb2 as pb
@@ -161,8 +162,24 @@ class Session:
         if opened:
             self.plane.close_peer(self.peer, abort=not self._said_bye)
         unreached = isinstance(error, CapabilityMismatch) and bool(self.peer) and not opened
+        if unreached and (missing := self._missing()):
+            error = _cannot_use(missing)
         self.is_passing &= is_passing(error) or (unreached and self._node.count_unreached() < UNREACHED_TRIES)
         self._node.settle(self, _State.LOST, error)
+
+    def _unusable(self) -> dict[str, str]:
+        """The node's transports that cannot be used at the moment, there or from this process, and why."""
+        unusable = {kind: f"at the node, {why}" for kind, why in self.info.unusable_transports.items()}
+        here = ucx_devices.why_unusable(self._node.config.ucx.net_devices)
+        if here is not None and ("ucx" in self.info.transports or "ucx" in unusable):
+            unusable["ucx"] = here
+        return unusable
+
+    def _missing(self) -> dict[str, str]:
+        """Those of them by which this client would connect."""
+        unusable = self._unusable()
+        wanted = _wanted(_known_kinds(self.info.transports, unusable), self._node.config)
+        return {kind: why for kind, why in unusable.items() if kind in wanted}
 
     def _fault(self) -> HurrayError:
         """What no status explains: the channel was closed meanwhile, or a fault of ours."""
@@ -175,7 +192,7 @@ class Session:
     def _open(self) -> None:
         node, timeout_s = self._node, self._node.config.connect_timeout_s
         self.info = node.ask(timeout_s)
-        kinds = _choose_transports(self.info.transports, node.config)
+        kinds = _choose_transports(self.info.transports, node.config, self._unusable())
         self.is_passing = False  # what keeps this process's own data plane from starting stays
         self.plane, own = node.plane.start(kinds)
         self.is_passing = True
@@ -232,28 +249,49 @@ def _known(parameters: TransportParameters, welcome: pb.Hello) -> TransportParam
     return replace(parameters, settings={**parameters.settings, EXPECTED_IDENTITY: welcome.identity})
 
 
-def _choose_transports(offered: Sequence[str], config: ClientConfig) -> tuple[str, ...]:
-    """By which of the node's transports to connect, best first. Raises CapabilityMismatch, DataPlaneUnavailable."""
-    if not offered:
-        raise DataPlaneUnavailable("the data plane of the node is not up", retry_after_s=1.0, stage="connect")
+def _wanted(known: Sequence[str], config: ClientConfig) -> tuple[str, ...]:
+    """By which of the node's transports, best first, this client connects."""
     if config.transports is not None:
-        chosen = [kind for kind in config.transports if kind in offered]
-    else:
-        # One way over the network is enough, and UCX is loaded into no process that can do without. With certificates
-        # nothing is used unasked that would do without them.
-        usable = {"tcp"} if config.tls is None else {"tls"}
-        if (config.tls is None or config.ucx.trusted) and "ucx" in offered and ucx.is_installed():
-            usable.add("ucx")
-        network = next((kind for kind in offered if kind in usable), None)
-        chosen = [kind for kind in offered if kind in ("shm", network)]
+        return tuple(kind for kind in config.transports if kind in known)
+    # One way over the network is enough, and UCX is loaded into no process that can do without. With certificates
+    # nothing is used unasked that would do without them.
+    usable = {"tcp"} if config.tls is None else {"tls"}
+    if (config.tls is None or config.ucx.trusted) and "ucx" in known and ucx.is_installed():
+        usable.add("ucx")
+    network = next((kind for kind in known if kind in usable), None)
+    return tuple(kind for kind in known if kind in ("shm", network))
+
+
+def _choose_transports(
+    offered: Sequence[str], config: ClientConfig, unusable: Mapping[str, str] = MappingProxyType({})
+) -> tuple[str, ...]:
+    """By which transports to connect, best first. `unusable`: those of the node that cannot be used, and why. Raises
+    CapabilityMismatch, DataPlaneUnavailable."""
+    known = _known_kinds(offered, unusable)
+    if not known:
+        raise DataPlaneUnavailable("the data plane of the node is not up", retry_after_s=1.0, stage="connect")
+    wanted = _wanted(known, config)
+    chosen = tuple(kind for kind in wanted if kind not in unusable)
+    if wanted and not chosen:
+        raise _cannot_use({kind: unusable[kind] for kind in wanted})
     if not chosen:
         raise CapabilityMismatch(
             "no transport in common",
             field="transports",
-            offered=", ".join(offered),
+            offered=", ".join(known),
             required="one of " + ", ".join(config.transports or ("shm", "tcp" if config.tls is None else "tls")),
         )
-    return tuple(chosen)
+    return chosen
+
+
+def _known_kinds(offered: Sequence[str], unusable: Mapping[str, str]) -> list[str]:
+    """All of the node's transports, those last that cannot be used."""
+    return [*(kind for kind in offered if kind not in unusable), *unusable]
+
+
+def _cannot_use(unusable: Mapping[str, str]) -> DataPlaneUnavailable:
+    reasons = "; ".join(f"{kind} cannot be used: {why}" for kind, why in unusable.items())
+    return DataPlaneUnavailable(reasons, retry_after_s=1.0, stage="connect")
 
 
 def check_version(version: int) -> None:

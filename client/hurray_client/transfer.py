@@ -191,6 +191,8 @@ def _choose_transport(session: Session, required: str | None) -> str:
         reason = session.left_out.get(required)
         if reason is not None:
             why = f"does not connect this client and the node: {reason.message}"
+        elif required in session.info.unusable_transports:
+            why = f"cannot be used by the node: {session.info.unusable_transports[required]}"
         elif required not in session.info.transports:
             why = "is none of the node's"
         else:

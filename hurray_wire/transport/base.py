@@ -138,6 +138,10 @@ class Transport(ABC):
     def parameters(self) -> TransportParameters:
         """What a peer needs to connect to this side."""
 
+    def why_unusable(self) -> str | None:
+        """Why no connection can be made any more, now or ever in this process; None: they can. Any thread may ask."""
+        return None
+
     @abstractmethod
     def check_peer(self, parameters: TransportParameters) -> None:
         """Raise CapabilityMismatch, naming the setting and both values, where the two sides cannot work together."""

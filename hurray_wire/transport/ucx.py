@@ -40,7 +40,7 @@ import numpy as np
 
 from hurray_wire.errors import Cancelled, DataPlaneUnavailable, HurrayError, PeerUnavailable, ProtocolViolation
 from hurray_wire.memory import array_module, copy_into, is_on_device, to_host
-from hurray_wire.transport import _sockets
+from hurray_wire.transport import _sockets, ucx_devices
 from hurray_wire.transport.base import Buffer, Completion, Endpoint, Transport, TransportParameters
 from hurray_wire.transport.settings import check_settings
 from hurray_wire.transport.ucx_config import UcxConfig, context_options, no_free_port
@@ -354,6 +354,9 @@ class UcxTransport(Transport):
     kind: ClassVar[str] = "ucx"
 
     def __init__(self, config: UcxConfig) -> None:
+        why = ucx_devices.why_unusable(config.net_devices)
+        if why is not None:
+            raise DataPlaneUnavailable(f"UCX does not start: {why}", stage="start", field="ucx.net_devices")
         config.check_trusted()
         self._config = config
         self._ucxx = _load_ucxx()
@@ -405,6 +408,9 @@ class UcxTransport(Transport):
             },
         )
 
+    def why_unusable(self) -> str | None:
+        return ucx_devices.why_unusable(self._config.net_devices)
+
     def check_peer(self, parameters: TransportParameters) -> None:
         check_settings(self.parameters(), parameters)
         _unpack_address(parameters.address)
@@ -415,6 +421,7 @@ class UcxTransport(Transport):
         assert not self._closed
         ports, worker_address = _unpack_address(parameters.address)
         opened_before = _sockets.open_sockets()
+        ucx_devices.remember()
         try:
             address = self._ucxx.lib.UCXAddress.create_from_buffer(worker_address)
             handle = self._worker.create_endpoint_from_worker_address(address, True)

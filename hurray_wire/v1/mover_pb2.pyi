@@ -232,13 +232,22 @@ class PeerLost(_message.Message):
     def __init__(self, peer: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class MoverUsage(_message.Message):
-    __slots__ = ("arena", "unknown_tag_count", "peer_count", "transfer_count")
+    __slots__ = ("arena", "unknown_tag_count", "peer_count", "transfer_count", "unusable")
+    class UnusableEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     ARENA_FIELD_NUMBER: _ClassVar[int]
     UNKNOWN_TAG_COUNT_FIELD_NUMBER: _ClassVar[int]
     PEER_COUNT_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    UNUSABLE_FIELD_NUMBER: _ClassVar[int]
     arena: _transfer_pb2.ArenaUsage
     unknown_tag_count: int
     peer_count: int
     transfer_count: int
-    def __init__(self, arena: _Optional[_Union[_transfer_pb2.ArenaUsage, _Mapping]] = ..., unknown_tag_count: _Optional[int] = ..., peer_count: _Optional[int] = ..., transfer_count: _Optional[int] = ...) -> None: ...
+    unusable: _containers.ScalarMap[str, str]
+    def __init__(self, arena: _Optional[_Union[_transfer_pb2.ArenaUsage, _Mapping]] = ..., unknown_tag_count: _Optional[int] = ..., peer_count: _Optional[int] = ..., transfer_count: _Optional[int] = ..., unusable: _Optional[_Mapping[str, str]] = ...) -> None: ...

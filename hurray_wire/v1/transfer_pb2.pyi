@@ -45,7 +45,14 @@ class GetNodeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetNodeResponse(_message.Message):
-    __slots__ = ("protocol_version", "incarnation", "version", "node", "transports", "type_tags", "scheme_tags", "device_tags", "memory_classes", "limits", "arena", "ready", "ucx", "address", "time")
+    __slots__ = ("protocol_version", "incarnation", "version", "node", "transports", "type_tags", "scheme_tags", "device_tags", "memory_classes", "limits", "arena", "ready", "ucx", "address", "time", "unusable_transports")
+    class UnusableTransportsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +68,7 @@ class GetNodeResponse(_message.Message):
     UCX_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
+    UNUSABLE_TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     incarnation: int
     version: str
@@ -76,7 +84,8 @@ class GetNodeResponse(_message.Message):
     ucx: str
     address: str
     time: _timestamp_pb2.Timestamp
-    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., version: _Optional[str] = ..., node: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ..., type_tags: _Optional[_Iterable[int]] = ..., scheme_tags: _Optional[_Iterable[int]] = ..., device_tags: _Optional[_Iterable[int]] = ..., memory_classes: _Optional[_Iterable[int]] = ..., limits: _Optional[_Union[NodeLimits, _Mapping]] = ..., arena: _Optional[_Union[ArenaUsage, _Mapping]] = ..., ready: _Optional[bool] = ..., ucx: _Optional[str] = ..., address: _Optional[str] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    unusable_transports: _containers.ScalarMap[str, str]
+    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., version: _Optional[str] = ..., node: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ..., type_tags: _Optional[_Iterable[int]] = ..., scheme_tags: _Optional[_Iterable[int]] = ..., device_tags: _Optional[_Iterable[int]] = ..., memory_classes: _Optional[_Iterable[int]] = ..., limits: _Optional[_Union[NodeLimits, _Mapping]] = ..., arena: _Optional[_Union[ArenaUsage, _Mapping]] = ..., ready: _Optional[bool] = ..., ucx: _Optional[str] = ..., address: _Optional[str] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., unusable_transports: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class NodeLimits(_message.Message):
     __slots__ = ("max_tensors", "max_descriptor_bytes", "max_snapshot_bytes", "max_sequences", "max_index_entries", "max_lease")

@@ -171,7 +171,8 @@ class Daemon:
         node = self._node
         if node.ready:
             return Page(b"ready\n")
-        why = "draining" if node.draining else "the data plane is not up"
+        unusable = "; ".join(f"{kind}: {why}" for kind, why in node.link.usage.unusable.items())
+        why = "draining" if node.draining else unusable or "the data plane is not up"
         return Page(f"{why}\n".encode(), HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _set_ready(self, ready: bool) -> None:

@@ -101,7 +101,7 @@ class NodeCollector(Collector):
             "hurray_mover_restarts", "Times that the mover was started anew.", max(0, node.tally.mover_start_count - 1)
         )
         up = GaugeMetricFamily("hurray_transport_up", "Whether the node offers it.", labels=("transport",))
-        kinds = set() if started is None else {item.kind for item in started.transports}
+        kinds = {item.kind for item in node.link.transports}
         for kind in sorted(kinds.union(node.config.transports_config.kinds)):
             up.add_metric((kind,), kind in kinds)
         yield up

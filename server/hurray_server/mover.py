@@ -446,6 +446,7 @@ class Mover:
             unknown_tag_count=self._plane.unknown_tag_count,
             peer_count=self._plane.peer_count,
             transfer_count=self._plane.transfer_count,
+            unusable=self._plane.unusable,
         )
         self._report(mpb.MoverReport(usage=usage))
 

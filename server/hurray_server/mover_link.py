@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, Final, Protocol
@@ -26,6 +26,7 @@ from hurray_server.mover_config import MoverConfig
 from hurray_wire.errors import DataPlaneUnavailable, HurrayError, ProtocolViolation
 from hurray_wire.status import from_status
 from hurray_wire.transport.ucx_config import PORTS_FIELD, at_one_port
+from hurray_wire.transport.ucx_devices import may_start
 from hurray_wire.v1 import mover_pb2 as mpb
 from hurray_wire.v1 import transfer_pb2 as pb
 
@@ -62,7 +63,8 @@ class MoverLink:
     """See the module.
 
     `on_up(started)`: a mover is ready. `on_down(error)`: it is gone. `on_peer_lost(peer, error)`: it lost a connection.
-    `on_reader_gone(transfer)`: who got a view by this transfer has let go of it. `firewall`: guards UCX's port, from
+    `on_reader_gone(transfer)`: who got a view by this transfer has let go of it. `on_unusable(kinds)`: which transports
+    connect no more, and why, is not what it was. `firewall`: guards UCX's port, from
     before a mover listens at it until after that has ended.
     """
 
@@ -74,6 +76,7 @@ class MoverLink:
         on_down: Callable[[HurrayError], None],
         on_peer_lost: Callable[[int, HurrayError], None],
         on_reader_gone: Callable[[int], None],
+        on_unusable: Callable[[Mapping[str, str]], None] = lambda _kinds: None,
         firewall: Firewall | None = None,
     ) -> None:
         self._config = config
@@ -82,6 +85,7 @@ class MoverLink:
         self._on_down = on_down
         self._on_peer_lost = on_peer_lost
         self._on_reader_gone = on_reader_gone
+        self._on_unusable = on_unusable
         self._numbers = itertools.count(1)
         self._transfers: dict[int, Outputs] = {}
         self._opening: dict[int, deque[asyncio.Future[tuple[str, ...]]]] = {}
@@ -139,6 +143,12 @@ class MoverLink:
     def up(self) -> bool:
         """Whether a mover is ready."""
         return self.started is not None
+
+    @property
+    def transports(self) -> list[pb.Transport]:
+        """Those that peers can connect by now, best first, with addresses; none while no mover is up."""
+        running = [] if self.started is None else self.started.transports
+        return [transport for transport in running if transport.kind not in self.usage.unusable]
 
     def require_up(self, stage: str) -> mpb.MoverStarted:
         """What the mover said when it came up. Raises DataPlaneUnavailable while none is up."""
@@ -360,7 +370,10 @@ class MoverLink:
                     # One transfer's fault is not the end of all others; its own time limit ends it.
                     _log.exception("internal error", transfer=transfer)
             case "usage":
-                self.usage = report.usage
+                before, self.usage = self.usage, report.usage
+                if before.unusable != self.usage.unusable:
+                    self._on_unusable(self.usage.unusable)
+                self._renew()
             case "peer_opened":
                 waiting = self._opening.get(report.peer_opened.peer)
                 if not waiting:
@@ -387,6 +400,18 @@ class MoverLink:
                 self._on_reader_gone(report.reader_gone.transfer)
             case other:
                 raise ProtocolViolation("unexpected report", offered=other)
+
+    def _renew(self) -> None:
+        """Have another mover in the place of one with a transport that only another process can use, as soon as the end
+        of this one costs nothing: no transfer runs, and it holds nothing, for readers neither."""
+        arena = self.usage.arena
+        if (
+            self.usage.unusable
+            and not self._transfers
+            and arena.free_bytes == arena.total_bytes
+            and may_start(self._config.transports.ucx)
+        ):
+            self.condemn("another has to take its place: " + "; ".join(self.usage.unusable.values()))
 
     def _go_down(self, error: DataPlaneUnavailable) -> None:
         pid = self._process.pid if self._process is not None else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import structlog
@@ -71,6 +71,7 @@ class Node:
             on_down=self._mover_down,
             on_peer_lost=self._peer_lost,
             on_reader_gone=self._reader_gone,
+            on_unusable=self._unusable,
             firewall=firewall,
         )
         self.limits: Final = config.wire_limits
@@ -166,7 +167,7 @@ class Node:
     @property
     def ready(self) -> bool:
         """Whether transfers are taken."""
-        return self.link.up and not self.draining
+        return bool(self.link.transports) and not self.draining
 
     def require_ready(self, stage: str, tenant: str) -> None:
         """Raises NodeDraining, DataPlaneUnavailable, LimitExceeded where no transfer of a tenant can begin now."""
@@ -267,6 +268,10 @@ class Node:
             _log.warning("transport left out", transport=kind, reason=reason)
         self._on_ready(self.ready)
 
+    def _unusable(self, kinds: Mapping[str, str]) -> None:
+        _log.warning("transports that cannot be used", transports=dict(kinds))
+        self._on_ready(self.ready)
+
     def _reader_gone(self, transfer: int) -> None:
         self.readers.gone(transfer)
 
@@ -281,8 +286,9 @@ class Node:
         self.sessions.lose_all(error)
         lost = self.store.lose_all(self.now_s())
         self.readers.lose_all()
-        self.requests.forget_receipts()
-        _log.error("what the mover held is lost", snapshots=lost, error=str(error))
+        if lost:  # else what receipts speak of was taken, or its lease is over: it must not come to be once more
+            self.requests.forget_receipts()
+            _log.error("what the mover held is lost", snapshots=lost, error=str(error))
 
 
 def _data_identity(config: Config) -> Callable[[], str]:

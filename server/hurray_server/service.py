@@ -91,7 +91,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
             incarnation=node.incarnation,
             version=self._version,
             node=node.config.node,
-            transports=[pb.Transport(kind=item.kind, settings=item.settings) for item in mover.transports],
+            transports=[pb.Transport(kind=item.kind, settings=item.settings) for item in node.link.transports],
             type_tags=sorted(BY_TAG),
             scheme_tags=SCHEME_TAGS,
             device_tags=[node.device_tag],
@@ -109,6 +109,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
             ucx=mover.ucx,
             address=node.config.advertise or "",
             time=node.to_timestamp(node.now_s()),
+            unusable_transports=node.link.usage.unusable,
         )
 
     @answers

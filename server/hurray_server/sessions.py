@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -15,6 +15,7 @@ from hurray_server.principal import Principal
 from hurray_server.shares import Share
 from hurray_wire.errors import (
     CapabilityMismatch,
+    DataPlaneUnavailable,
     HurrayError,
     InvalidRequest,
     PeerUnavailable,
@@ -78,8 +79,10 @@ class Sessions:
         """
         _check_hello(hello)
         mover = self._link.require_up("session")
+        transports = self._link.transports
         offered = [transport.kind for transport in hello.transports]
-        kinds = [ours.kind for ours in mover.transports]
+        kinds = [ours.kind for ours in transports]
+        self._require_usable(kinds, offered)
         choose_transport(kinds, offered)
         session = self._register(principal, hello.incarnation)
         try:
@@ -92,7 +95,7 @@ class Sessions:
             await self.close(session, abort=True)
             raise
         session.is_open = True
-        session.transports = tuple(ours.kind for ours in mover.transports if ours.kind in opened)
+        session.transports = tuple(ours.kind for ours in transports if ours.kind in opened)
         if "ucx" not in opened:
             self._shut_out(session)
         _log.info(
@@ -107,9 +110,20 @@ class Sessions:
             protocol_version=PROTOCOL_VERSION,
             incarnation=mover.incarnation,
             # No address for what it does not use: some hold a secret. Those that did not open it refuses by itself.
-            transports=[ours for ours in mover.transports if ours.kind in offered],
+            transports=[ours for ours in transports if ours.kind in offered],
             identity=self._data_identity(),
         )
+
+    def _require_usable(self, kinds: Sequence[str], offered: Sequence[str]) -> None:
+        """Raise DataPlaneUnavailable for a peer that could connect if only this side's transport were usable."""
+        unusable = self._link.usage.unusable
+        if not set(kinds).intersection(offered) and (waiting := [kind for kind in offered if kind in unusable]):
+            raise DataPlaneUnavailable(
+                f"the node cannot use {waiting[0]} at the moment: {unusable[waiting[0]]}",
+                retry_after_s=1.0,
+                stage="session",
+                transport=waiting[0],
+            )
 
     def find(self, principal: Principal, incarnation: int) -> Session:
         """The open session of a peer. Raises PeerUnavailable: also where another tenant has one of that name."""

@@ -149,3 +149,20 @@ def test_transports_start_when_they_are_wanted_and_once(planes: Planes) -> None:
 def test_no_address_is_shown(planes: Planes) -> None:
     for item in planes.node.parameters:
         assert repr(item.address)[2:-1] not in repr(item)
+
+
+def test_one_that_connects_no_more_is_left_out_and_alone_says_so(
+    planes: Planes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = planes.client()
+    monkeypatch.setattr(TcpTransport, "why_unusable", lambda _: "worn out")
+    assert client.unusable == {"tcp": "worn out"}
+    opened = planes.node.open_peer(client.incarnation, client.parameters).result(WAIT_S)
+    assert opened.kinds == ("shm",)
+    assert isinstance(opened.left_out["tcp"], DataPlaneUnavailable)
+    only = [item for item in client.parameters if item.kind == "tcp"]
+    with pytest.raises(DataPlaneUnavailable, match="worn out"):
+        planes.node.open_peer(client.incarnation, only).result(WAIT_S)
+    monkeypatch.setattr(ShmTransport, "why_unusable", lambda _: "worn out, too")
+    with pytest.raises(DataPlaneUnavailable, match="worn out"):
+        planes.node.open_peer(client.incarnation, client.parameters).result(WAIT_S)

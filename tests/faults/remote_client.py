@@ -5,6 +5,7 @@
     hold KEY            put a large snapshot: 4 MiB
     put KEY N           put a large one; at chunk N (-1: the last) says {"middle": true}, and waits for a line
     get KEY N           get a large one likewise
+    take KEY            get one, and delete it
     small KEY           put and get a small one
 """
 
@@ -121,6 +122,10 @@ def get(client: ht.Client, key: str, at: str) -> None:
     client.get(key, timeout_s=30).close()
 
 
+def take(client: ht.Client, key: str) -> None:
+    client.get(key, consume=True, timeout_s=30).close()
+
+
 def small(client: ht.Client, key: str) -> None:
     value = make_snapshot()
     client.put(key, value, timeout_s=30)
@@ -128,7 +133,7 @@ def small(client: ht.Client, key: str) -> None:
         assert_same_tokens(value, got)
 
 
-COMMANDS = {"hold": hold, "put": put, "get": get, "small": small}
+COMMANDS = {"hold": hold, "put": put, "get": get, "take": take, "small": small}
 
 
 def main() -> None:

@@ -92,6 +92,29 @@ def test_with_certificates_nothing_is_used_unasked_that_would_do_without(node: I
         _choose_transports(["tcp", "ucx"], config.model_copy(update={"tls": tls}))
 
 
+@pytest.mark.parametrize(
+    ("transports", "offered", "unusable", "kinds"),
+    [
+        (("ucx", "tcp"), ["ucx", "tcp"], ["ucx"], ("tcp",)),
+        (("ucx",), ["tcp"], ["ucx"], None),
+        (None, ["shm", "tcp"], ["ucx"], ("shm", "tcp")),
+        (None, ["shm"], ["ucx"], ("shm",)),
+        (None, [], ["ucx"], None),
+    ],
+)
+def test_what_cannot_be_used_is_passed_over_and_alone_is_waited_for(
+    transports: tuple[str, ...] | None, offered: list[str], unusable: list[str], kinds: tuple[str, ...] | None
+) -> None:
+    config = ht.ClientConfig(transports=transports)
+    why = dict.fromkeys(unusable, "its device is gone")
+    if kinds is not None:
+        assert _choose_transports(offered, config, why) == kinds
+        return
+    with pytest.raises(ht.DataPlaneUnavailable, match="ucx cannot be used: its device is gone") as raised:
+        _choose_transports(offered, config, why)
+    assert raised.value.retry_after_s
+
+
 def test_a_node_must_say_whose_its_data_connections_are() -> None:
     told = TransportParameters("tls", b"address", {EXPECTED_IDENTITY: "whoever", "frames": "1"})
     with pytest.raises(ProtocolViolation, match="who its data plane is"):

@@ -49,12 +49,16 @@ STAND_IN = """\
         with script.with_name("attempts").open("a") as attempts:
             attempts.write("x")
         sys.exit(3)
-    say(started=mpb.MoverStarted(incarnation=os.getpid()))
+    kinds = [dict(kind="tcp"), dict(kind="ucx")]
+    say(started=mpb.MoverStarted(incarnation=os.getpid(), transports=kinds))
     for command in receive(connection, Frames(mpb.MoverCommand, 1 << 20)):
         kind = command.WhichOneof("command")
         step = script.read_text().strip()
         if step == "hang":
             signal.pause()
+        elif kind == "report_usage" and step.startswith("unusable"):
+            arena = dict(total_bytes=9, free_bytes=int(step.split()[1]))
+            say(usage=mpb.MoverUsage(unusable=dict(ucx="of old age"), arena=arena))
         elif kind == "report_usage":
             say(usage=mpb.MoverUsage(peer_count=7))
         elif kind == "open_peer" and step == "die":
@@ -88,12 +92,14 @@ class Recorder:
         self.outputs: asyncio.Queue[Any] = asyncio.Queue()
         self.lost: asyncio.Queue[int] = asyncio.Queue()
         self.gone: asyncio.Queue[int] = asyncio.Queue()
+        self.unusable: asyncio.Queue[dict[str, str]] = asyncio.Queue()
         self.link = MoverLink(
             CONFIG,
             on_up=lambda started: self.up.put_nowait(started.incarnation),
             on_down=self.down.put_nowait,
             on_peer_lost=lambda peer, _error: self.lost.put_nowait(peer),
             on_reader_gone=self.gone.put_nowait,
+            on_unusable=lambda kinds: self.unusable.put_nowait(dict(kinds)),
         )
 
     def on_output(self, output: mpb.TransferOutput) -> None:
@@ -193,6 +199,46 @@ def test_an_answer_that_nobody_waits_for_does_not_pass_for_the_next_one(
             await again
         with pytest.raises(ProtocolViolation):
             link._take(mpb.MoverReport(peer_opened=mpb.PeerOpened(peer=5)))
+
+    run(body)
+
+
+def test_a_mover_whose_ucx_is_unusable_is_replaced_once_that_costs_nothing_and_another_would_start(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = False
+    monkeypatch.setattr(mover_link, "PING_S", 0.02)
+    monkeypatch.setattr(mover_link, "may_start", lambda _: starts)
+
+    async def body(recorder: Recorder) -> None:
+        async def still_there() -> None:
+            """Whether it has told of itself twice, and goes on."""
+            for _ in range(2):
+                told = link.usage
+                while link.usage is told:  # noqa: ASYNC110 -- nothing else tells
+                    await asyncio.sleep(0.005)
+            assert link.require_up("s").incarnation == old
+
+        nonlocal starts
+        link, old = recorder.link, await recorder.up.get()
+        assert [transport.kind for transport in link.transports] == ["tcp", "ucx"]
+        play("unusable 9")
+        assert await recorder.unusable.get() == {"ucx": "of old age"}
+        assert [transport.kind for transport in link.transports] == ["tcp"]
+        await still_there()
+        play("unusable 8")
+        await still_there()
+        starts = True
+        await still_there()
+        number = link.new_transfer(recorder)
+        play("unusable 9")
+        await still_there()
+        assert recorder.unusable.empty()
+        link.begin_target(mpb.BeginTarget(transfer=number))  # it ends
+        assert isinstance(await recorder.down.get(), DataPlaneUnavailable)
+        play("")
+        assert await recorder.up.get() != old
+        assert len(link.transports) == 2
 
     run(body)
 

@@ -52,16 +52,27 @@ def two_hosts(network: str = "10.77.0.0/24", *, untested: str = "PARTITION") -> 
             made = subprocess.run(["ip", "netns", "add", host.name], capture_output=True, text=True, check=False)
             if made.returncode:
                 pytest.skip(f"NO {untested} IS TESTED: {made.stderr.strip()}")
-        a, b = hosts
-        run("ip", "link", "add", a.device, "netns", a.name, "type", "veth", "peer", b.device, "netns", b.name)
         for host in hosts:
-            add_address(host, host.address, network)
-            run("ip", "-n", host.name, "link", "set", host.device, "up")
             run("ip", "-n", host.name, "link", "set", "lo", "up")
+        plug_in(hosts, network)
         yield hosts
     finally:
         for host in hosts:
             subprocess.run(["ip", "netns", "del", host.name], capture_output=True, check=False)
+
+
+def plug_in(hosts: tuple[Host, Host], network: str = "10.77.0.0/24") -> None:
+    """Lay the cable between them."""
+    a, b = hosts
+    run("ip", "link", "add", a.device, "netns", a.name, "type", "veth", "peer", b.device, "netns", b.name)
+    for host in hosts:
+        add_address(host, host.address, network)
+        run("ip", "-n", host.name, "link", "set", host.device, "up")
+
+
+def unplug(hosts: tuple[Host, Host]) -> None:
+    """Take it away, and with it the devices at its ends. Those of another one have the same names, and are others."""
+    run("ip", "-n", hosts[0].name, "link", "del", hosts[0].device)
 
 
 def add_address(host: Host, address: str, network: str) -> None:

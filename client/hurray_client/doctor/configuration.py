@@ -90,6 +90,8 @@ def look_at_configuration(configuration: Configuration, tls: Credentials | None)
         return
     node, finding = _look_for_node(configuration, tls)
     yield finding
+    if node is not None:
+        yield from look_at_unusable(node)
     if finding.status is Status.FAILED:
         return
     runs = finding.check == "node"
@@ -97,6 +99,14 @@ def look_at_configuration(configuration: Configuration, tls: Credentials | None)
         yield from _look_at_ports(configuration)
     if configuration.advertise is not None:
         yield _dial_back(configuration, configuration.advertise, node, runs, tls)
+
+
+def look_at_unusable(node: NodeInfo) -> Iterator[Finding]:
+    """A finding for each transport that the node has and cannot use."""
+    for kind, why in node.unusable_transports.items():
+        what = f"{node.node} has {kind} and cannot use it: {why}"
+        remedy = "by itself once nothing is held; to end its mover helps at once, and loses what is held"
+        yield Finding("transports", Status.WARNING, what, remedy, {"transport": kind})
 
 
 def look_at_certificate(section: str, files: Credentials) -> Finding:

@@ -14,7 +14,7 @@ import numpy as np
 from hurray_client.client import Client
 from hurray_client.config import load_config
 from hurray_client.doctor.calls import ask, calling
-from hurray_client.doctor.configuration import look_at_certificate
+from hurray_client.doctor.configuration import look_at_certificate, look_at_unusable
 from hurray_client.doctor.findings import Finding, Status, failed_by
 from hurray_client.info import NodeInfo
 from hurray_client.receipt import Receipt
@@ -59,6 +59,7 @@ def look_at_pair(target: str, tls: Credentials | None) -> Iterator[Finding]:
         yield failed_by("node", error, f"see that hurrayd runs there, and what is between here and {target}")
         return
     yield _look_at_node(node, took_s)
+    yield from look_at_unusable(node)
     yield _look_at_clock(node, asked_s, took_s)
     if node.address and node.address != target:
         yield _dial_back(node, tls)
