@@ -16,7 +16,7 @@ from typing import Any, Final
 from hurray_client.doctor.findings import Finding, Status
 
 PROBE_S: Final = 60.0
-"""Longest time to load UCX and the driver, in a process of their own."""
+"""Longest time to load UCX and CUDA, in a process of their own."""
 
 MEMLOCK_MIN_BYTES: Final = 1 << 30
 """Registered memory is locked: rings, and the arena where a peer may read it. Less than this is of no use."""
@@ -26,22 +26,19 @@ DESCRIPTORS_MIN: Final = 4096
 
 _VERBS: Final = ("rc", "ud", "dc", "ib")
 _CUPY: Final = ("cupy-cuda12x", "cupy-cuda13x")
-_CUDA_NO_DEVICE: Final = 100
 _PREFER_SYSTEM: Final = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
 
 _PROBE: Final = """
-import ctypes, json
-found = {"ucx": None, "why_no_ucx": None, "cuda": None}
+import json
+from hurray_wire.cuda import why_no_cuda
 from hurray_wire.errors import HurrayError
 from hurray_wire.transport.ucx import loaded_ucx
+found = {"ucx": None, "why_no_ucx": None}
 try:
     found["ucx"] = loaded_ucx()
 except HurrayError as error:
     found["why_no_ucx"] = error.message
-try:
-    found["cuda"] = ctypes.CDLL("libcuda.so.1").cuInit(0)
-except OSError as error:
-    found["why_no_cuda"] = str(error)
+found["why_no_cuda"] = why_no_cuda()
 print(json.dumps(found))
 """
 
@@ -79,7 +76,7 @@ def look_at_host(wishes: Wishes, *, shm: Path = Path("/dev/shm")) -> Iterator[Fi
 
 
 def _probe() -> dict[str, Any]:
-    """In a process of its own: loading UCX and the driver changes the process that does it."""
+    """In a process of its own: loading UCX and CUDA changes the process that does it."""
     try:
         ran = subprocess.run(  # noqa: S603
             [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_S, check=True
@@ -87,7 +84,8 @@ def _probe() -> dict[str, Any]:
         found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     except (subprocess.SubprocessError, ValueError, IndexError) as error:
         said = str(getattr(error, "stderr", "") or error).strip().splitlines()
-        return {"ucx": None, "cuda": None, "why_no_ucx": f"loading it ends the process: {said[-1] if said else error}"}
+        why = f"loading it ends the process: {said[-1] if said else error}"
+        return {"ucx": None, "why_no_ucx": why, "why_no_cuda": why}
     return found
 
 
@@ -137,23 +135,18 @@ def _look_at_rdma(ucx: dict[str, str], wishes: Wishes) -> Finding:
 def _look_at_gpu(probed: dict[str, Any], wishes: Wishes) -> Finding:
     installed = [f"{name} {found}" for name in _CUPY if (found := _version(name)) is not None]
     asks = installed or (["ucx.tls names cuda"] if wishes.cuda else [])
-    code = probed["cuda"]
-    if code == 0:
-        what = f"a driver that answers; {', '.join(installed) or 'no cupy: snapshots stay in host memory'}"
-        return Finding("gpu", Status.OK, what)
+    why = probed["why_no_cuda"]
+    if why is None:
+        return Finding("gpu", Status.OK, f"a GPU; {', '.join(installed)}")
     if not asks:
         return Finding("gpu", Status.NOTE, "no CUDA install (extra cuda12 or cuda13): host memory only")
-    if code is None:
-        what = f"installed for CUDA ({', '.join(asks)}), and there is no NVIDIA driver: libcuda.so.1 cannot be loaded"
-        remedy = "install the driver; in a container, run it by the NVIDIA runtime (--gpus all)"
-    elif code == _CUDA_NO_DEVICE:
-        what, remedy = (
-            "the driver sees no GPU",
-            "see nvidia-smi, CUDA_VISIBLE_DEVICES, and what the container was given",
-        )
-    else:
-        what, remedy = f"the driver does not start: cuInit says {code}", "see nvidia-smi"
-    return Finding("gpu", Status.FAILED, what, remedy, {"cuinit": code, "asks": asks})
+    return Finding(
+        "gpu",
+        Status.FAILED,
+        f"installed for CUDA ({', '.join(asks)}), and {why}",
+        "nvidia-smi shows driver and GPUs; a container needs the NVIDIA runtime (--gpus all)",
+        {"asks": asks},
+    )
 
 
 def _look_at_memlock(wishes: Wishes) -> Finding:
