@@ -246,7 +246,7 @@ class Outgoing:
         if nbytes == 0 and done_bytes == 0:
             self._end_show(number)
             return
-        if nbytes != left_bytes:
+        if nbytes != left_bytes or not left_bytes:  # all shown: the pin is on its way, and may be closed before it is
             raise violation("nbytes", nbytes, f"the {left_bytes} of the view that were not shown yet")
         first = done_bytes // shown.grain_bytes
         count = grains_at_once(left_bytes, shown.grain_bytes)

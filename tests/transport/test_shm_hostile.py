@@ -2,6 +2,7 @@
 
 import array
 import fcntl
+import itertools
 import os
 import socket
 from contextlib import closing, suppress
@@ -502,6 +503,23 @@ def test_pulls_of_a_view_that_make_no_sense_end_the_connection(rogue, transport,
         drive([transport], lambda: shown.fired and bool(rogue.lost.errors))
         assert isinstance(rogue.lost.errors[0], ProtocolViolation)
         rogue.socket.close()
+        assert not owner.pinned
+
+
+def test_a_view_whose_end_is_on_its_way_is_not_pulled_once_more(rogue, transport):
+    """Sent a second time, the descriptor of the pin would be whatever had got its number since."""
+    number = itertools.count()
+    while not rogue.endpoint._unsent:  # which needs a peer that does not read
+        flood(rogue, transport, [Frame(Kind.ANNOUNCE, number=next(number), tag=2, nbytes=1).encode()])
+        transport.drain_unknown(lambda _: False)
+    with owner_of(pattern(3 * GRAIN), GRAIN) as owner:
+        shown = Outcome()
+        rogue.endpoint.send_view(1, owner.shown, shown)
+        shown.allowed = True
+        pull = [Frame(Kind.PULL, nbytes=nbytes).encode() for nbytes in (3 * GRAIN, 0)]
+        flood(rogue, transport, pull)
+        drive([transport], lambda: shown.fired and bool(rogue.lost.errors))
+        assert isinstance(rogue.lost.errors[0], ProtocolViolation)
         assert not owner.pinned
 
 
