@@ -42,6 +42,9 @@ _NOTHING: Final = memoryview(b"")
 _STAGED_BYTES: Final = 1 << 20
 """Frames of the same connection follow each other in one call up to here; longer bodies go as one."""
 
+_MAX_ANSWERS: Final = 2 * MAX_ANNOUNCED
+"""More than everything that an honest peer can make this side say while it reads nothing."""
+
 _MAX_VIEWS: Final = 256
 """Parts that one call sends; below IOV_MAX (1024)."""
 
@@ -346,6 +349,9 @@ class SocketEndpoint(Endpoint):
 
     def _tell(self, frame: bytes) -> None:
         self._control.append(frame)
+        if len(self._control) == _MAX_ANSWERS:
+            unread = violation("answers", _MAX_ANSWERS, "read by the peer that makes this side give them")
+            self._owner.finish(partial(self.lose, unread))
         self._owner.stir(self)
 
     # --- sending --------------------------------------------------------------------------------------------------

@@ -41,8 +41,8 @@ EAGER_MAX = LISTENS.eager_max_bytes
 class Hostile:
     """A listening transport, an honest peer of it, and a connection that is bound to a raw socket."""
 
-    def __init__(self):
-        self.own, self.honest = TcpTransport(LISTENS), TcpTransport(DIALS)
+    def __init__(self, config=LISTENS):
+        self.own, self.honest = TcpTransport(config), TcpTransport(DIALS)
         self.pair = Pair(self.own, self.honest)
         token = os.urandom(32)
         self.lost = Lost()
@@ -216,6 +216,18 @@ def test_a_peer_cannot_land_in_what_another_was_meant_to_fill(hostile):
     post_send(hostile.pair.to_a, 77, pattern(100))
     drive([hostile.own, hostile.honest], lambda: received.fired)
     assert (buffer == pattern(100)).all()
+
+
+def test_a_peer_that_reads_no_answer_loses_its_connection():
+    with closing(Hostile(replace(LISTENS, socket_buffer_bytes=16 << 10))) as hostile:
+        hostile.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        for _ in range(20):
+            hostile.say(pack(Kind.ANNOUNCE, 1, 1 << 20) * MAX_ANNOUNCED)
+            hostile.own.drain_unknown(lambda _: False)
+            assert len(hostile.endpoint._control) <= 3 * MAX_ANNOUNCED
+        error = hostile.check_lost()
+        assert isinstance(error, ProtocolViolation)
+        assert error.field == "frame.answers"
 
 
 FRAMES = st.builds(
