@@ -21,12 +21,17 @@ MAX_KEPT: Final = 100_000
 
 @dataclass(eq=False, slots=True)
 class Running:
-    """A request that runs. `waiters` are called once, when it has ended in any way."""
+    """A request that runs."""
 
     tenant: str
     request_id: str
     digest: bytes
-    waiters: list[Callable[[], None]] = field(default_factory=list)
+    waiters: dict[Callable[[], None], None] = field(default_factory=dict)
+
+    def watch(self, notify: Callable[[], None]) -> Callable[[], None]:
+        """Have `notify` called when it has ended in any way, until the function that this returns is called."""
+        self.waiters[notify] = None
+        return lambda: self.waiters.pop(notify, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,7 +202,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
             node.require_ready("offer", principal.tenant)
             if known is None:
                 return node.requests.begin(principal.tenant, offer.request_id, digest)
-            await self._wait(known.waiters.append, budget.left_s(), "retry")
+            await self._wait(known.watch, budget.left_s(), "retry")
 
     async def _make_put(self, principal: Principal, offer: pb.Offer, running: Running, budget: Budget) -> PutTransfer:
         node = self._node
@@ -321,7 +321,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
                 continue  # one last look says what is there instead
 
     async def _wait(
-        self, register: Callable[[Callable[[], None]], Callable[[], None] | None], timeout_s: float, stage: str
+        self, register: Callable[[Callable[[], None]], Callable[[], None]], timeout_s: float, stage: str
     ) -> None:
         """Wait until what was registered is called, or the node drains. Raises DeadlineExceeded."""
         woken = asyncio.Event()
@@ -334,8 +334,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
             raise DeadlineExceeded("the wait ran out", stage=stage, budget_s=round(timeout_s, 3)) from None
         finally:
             undrain()
-            if unregister is not None:
-                unregister()
+            unregister()
 
     def _lease_s(self, lease: Any | None) -> float:
         leases = self._node.config.leases

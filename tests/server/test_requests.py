@@ -37,10 +37,22 @@ def test_a_retry_of_one_that_runs_is_woken_once_by_its_end() -> None:
     woken: list[int] = []
     found = requests.look_up("t", "a", b"d", 0.0)
     assert isinstance(found, Running)
-    found.waiters.append(lambda: woken.append(1))
+    found.watch(lambda: woken.append(1))
     requests.succeed(running, RECEIPT, lease_s=1, now_s=0.0)
     requests.fail(running)
     assert woken == [1]
+
+
+def test_a_retry_that_waits_no_longer_is_forgotten() -> None:
+    requests = Requests()
+    running = requests.begin("t", "a", b"d")
+    woken: list[str] = []
+    unwatch = running.watch(lambda: woken.append("gone"))
+    running.watch(lambda: woken.append("there"))
+    unwatch()
+    assert len(running.waiters) == 1
+    requests.fail(running)
+    assert woken == ["there"]
 
 
 @pytest.mark.parametrize("finished", [False, True])
