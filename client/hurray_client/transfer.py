@@ -244,13 +244,8 @@ def put_once(node: Node, call: Call, order: PutOrder) -> Receipt:
             exchange.accepted = True
             exchange.plane.accept(exchange.number, message.transfer, message.transport, message.window)
             return
-        if isinstance(message, s.ReceiptReceived) and message.receipt.request_id != order.request_id:
-            raise ProtocolViolation(
-                "the receipt of another request",
-                field="request_id",
-                offered=message.receipt.request_id[:64],
-                required=order.request_id,
-            )
+        if isinstance(message, s.ReceiptReceived):
+            _check_receipt(message.receipt, order.request_id)
         if isinstance(message, s.ReceiptReceived) and isinstance(payload, StagedSource) and payload.all_staged:
             exchange.conclude(message)
         else:
@@ -271,6 +266,16 @@ def put_once(node: Node, call: Call, order: PutOrder) -> Receipt:
         ended = exchange.run(call)
         _raise_if_failed(exchange, ended)
     return Receipt.from_proto(ended.receipt)
+
+
+def _check_receipt(receipt: pb.Receipt, request_id: str) -> None:
+    if receipt.request_id != request_id:
+        raise ProtocolViolation(
+            "the receipt of another request",
+            field="request_id",
+            offered=receipt.request_id[:64],
+            required=request_id,
+        )
 
 
 def get_once(node: Node, call: Call, order: GetOrder) -> ReceivedSnapshot:

@@ -54,7 +54,8 @@ class Op:
     faults: list[tuple[str, Fault]] = field(default_factory=list)
     armed: list[Fault] = field(default_factory=list)
     struck: list[Fault] = field(default_factory=list)
-    tampered: set[str] = field(default_factory=set)
+    forged: list[bytes] = field(default_factory=list)
+    """What others have said in the name of either side on its streams, also while these carried what came before."""
     soiled: list[int] = field(default_factory=list)
     """Dead slots that each attempt has sent dirty."""
     machines: list[Any] = field(default_factory=list)

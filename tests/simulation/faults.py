@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 
 OPENING: Final = "opening"
 
+FORGED_REASON: Final = "somebody else says so"
+"""Of what is said to have failed in a peer's name."""
+
+FORGED_RECEIPT: Final = "forged"
+"""Its key."""
+
 SOURCE_ROWS: Final = tuple(f"source {phase.name}" for phase in s.SourcePhase if phase is not s.SourcePhase.ENDED)
 TARGET_ROWS: Final = tuple(f"target {phase.name}" for phase in s.TargetPhase if phase is not s.TargetPhase.ENDED)
 ROWS: Final = (OPENING, *SOURCE_ROWS, *TARGET_ROWS)
@@ -342,28 +348,29 @@ class Injector:
     # --- hostile messages -----------------------------------------------------------------------------------------
 
     def _rogue_to_node(self, op: Op, _: Any) -> None:
-        op.tampered.add("node")
-        random = self.world.kernel.random
         for call in self.world.calls_of(op):
-            call.tampered.add(Fault.ROGUE_TO_NODE)
-            call.up.send(call._reach, "message", random.choice(_rogue_requests(op.kind, call)))
+            forged = self.world.kernel.random.choice(_rogue_requests(op.kind, call))
+            op.forged.append(forged)
+            call.forged.append(forged)
+            call.up.send(call._reach, "message", forged)
 
     def _rogue_to_client(self, op: Op, _: Any) -> None:
-        op.tampered.add("client")
         random = self.world.kernel.random
         for call in self.world.calls_of(op):
-            call.tampered.add(Fault.ROGUE_TO_CLIENT)
-            call.down.send(call._deliver, random.choice(_rogue_answers(op.kind, random)))
+            forged = random.choice(_rogue_answers(op.kind, random))
+            op.forged.append(forged)
+            call.forged.append(forged)
+            call.down.send(call._deliver, forged)
 
 
 def _rogue_requests(kind: str, call: Any) -> list[bytes]:
-    stop = pb.Stop(error=to_status(InvalidContents("no reason")), sent_chunk_count=1 << 60)
+    stop = pb.Stop(error=to_status(InvalidContents(FORGED_REASON)), sent_chunk_count=1 << 60)
     if kind == "put":
         messages = [
             pb.SourceMessage(checksums=pb.ChunkChecksums(first_chunk=7, values=[1, 2])),
             pb.SourceMessage(checksums=pb.ChunkChecksums(first_chunk=0, values=[1] * 40)),
             pb.SourceMessage(stop=stop),
-            pb.SourceMessage(stop=pb.Stop(error=to_status(InvalidContents("no reason")))),
+            pb.SourceMessage(stop=pb.Stop(error=to_status(InvalidContents(FORGED_REASON)))),
             pb.SourceMessage(),
         ]
         again = call.told[:1]
@@ -372,7 +379,7 @@ def _rogue_requests(kind: str, call: Any) -> list[bytes]:
             *(message.SerializeToString() for message in again),
         ]
     targets = [
-        pb.TargetMessage(receipt=pb.Receipt(key="forged")),
+        pb.TargetMessage(receipt=pb.Receipt(key=FORGED_RECEIPT)),
         pb.TargetMessage(accept=pb.Accept(transfer=1 << 39, transport="tcp", window=4)),
         pb.TargetMessage(accept=pb.Accept(transfer=1 << 50, transport="tcp", window=4)),
         pb.TargetMessage(accept=pb.Accept(transfer=1, transport="none", window=4)),
@@ -386,10 +393,10 @@ def _rogue_requests(kind: str, call: Any) -> list[bytes]:
 
 
 def _rogue_answers(kind: str, random: Any) -> list[bytes]:
-    stop = pb.Stop(error=to_status(InvalidContents("no reason")), sent_chunk_count=random.choice((0, 1, 1 << 60)))
+    stop = pb.Stop(error=to_status(InvalidContents(FORGED_REASON)), sent_chunk_count=random.choice((0, 1, 1 << 60)))
     if kind == "put":
         targets = [
-            pb.TargetMessage(receipt=pb.Receipt(key="forged")),
+            pb.TargetMessage(receipt=pb.Receipt(key=FORGED_RECEIPT)),
             pb.TargetMessage(accept=pb.Accept(transfer=(1 << 39) + 1, transport="tcp", window=0)),
             pb.TargetMessage(accept=pb.Accept(transfer=(1 << 39) + 2, transport="tcp", window=3)),
             pb.TargetMessage(accept=pb.Accept(transfer=1, transport="none", window=4)),

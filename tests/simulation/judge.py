@@ -40,7 +40,7 @@ from hurray_wire.transport.base import TAG_CHUNK_BITS
 from hurray_wire.transport.memory import _Message, _Operation
 from simulation.content import Content
 from simulation.engines import Op
-from simulation.faults import Fault
+from simulation.faults import FORGED_REASON, FORGED_RECEIPT, Fault
 from simulation.kernel import Process
 from simulation.oracle import Held, audit_arena, check_read, check_write
 from simulation.payloads import Payloads
@@ -64,17 +64,24 @@ EXPECTED: dict[str, tuple[type[HurrayError], ...]] = {
 DRAIN_LIMIT_S = 3.0
 """A drain and some time to notice."""
 
-_ROGUE = {Fault.ROGUE_TO_NODE, Fault.ROGUE_TO_CLIENT}
 _EXPLAINS: dict[type[HurrayError], set[Fault]] = {
-    ChecksumMismatch: {Fault.BIT_FLIP, Fault.CHECKSUM_LIE, *_ROGUE},
-    InvalidContents: {Fault.INDEX_INVALID, Fault.CONTENTS_INVALID, Fault.STAGING_FAILS, *_ROGUE},
-    ProtocolViolation: {Fault.SHORT_MESSAGE, Fault.LONG_MESSAGE, *_ROGUE},
+    ChecksumMismatch: {Fault.BIT_FLIP, Fault.CHECKSUM_LIE},
+    InvalidContents: {Fault.INDEX_INVALID, Fault.CONTENTS_INVALID, Fault.STAGING_FAILS},
+    ProtocolViolation: {Fault.SHORT_MESSAGE, Fault.LONG_MESSAGE},
     InternalError: {Fault.STAGING_FAILS},
     RequestIdReused: {Fault.RETRY_OTHER},
-    # A stream that was lied to about its last transfer tells the end of that one to the next.
-    KeyNotFound: {Fault.ROGUE_TO_CLIENT},
-    OutcomeUnknown: {Fault.ROGUE_TO_CLIENT},
 }
+
+
+def _forged(op: Op, error: HurrayError) -> bool:
+    """Whether this is what comes of messages that were forged: nonsense, or that the other side said it had failed."""
+    nonsense = isinstance(error, ProtocolViolation | ChecksumMismatch) and bool(op.forged)
+    return nonsense or (error.message == FORGED_REASON and _told_of_failure(op))
+
+
+def _told_of_failure(op: Op) -> bool:
+    """Whether somebody has told one side in the other's name that it had failed."""
+    return any(FORGED_REASON.encode() in message for message in op.forged)
 
 
 class Violation(Exception):
@@ -292,11 +299,13 @@ class Judge(Payloads):
         commits.append((node, held, node.link.mover_process.process))
         self.audit()
 
-    def check_consume(self, node: Any, held: Held) -> None:
-        """A node deletes what a reader has consumed: the reader must have it."""
-        ops = [op for ops in self.ops.values() for op in ops if op.consume and op.key == held.key]
-        if not any(op.received or "node" in op.tampered for op in ops):
-            self.fail(f"{held.key} was consumed, but nobody received it")
+    def check_consume(self, held: Held, request_id: str) -> None:
+        """A node deletes what a reader has consumed: this request's has it, unless somebody has said so in its name."""
+        for op in self.ops.get(request_id, []):
+            lied = any(FORGED_RECEIPT.encode() in message for message in op.forged)
+            if op.consume and op.key == held.key and (op.received or lied):
+                return
+        self.fail(f"{held.key} was consumed, but who asked for it has not received it")
 
     def _watch_stream(self, call: Any, message: Any) -> None:
         """What a node says on the stream of a transfer: one Accept, then one Receipt or Stop, then nothing."""
@@ -334,13 +343,11 @@ class Judge(Payloads):
         commits = self._commits.get(op.request_id, [])
         if op.error is None:
             mine = [held for _, held, _ in commits if held.generation == op.result.generation and held.key == op.key]
-            if op.tampered and not mine:
-                return
             if not mine:
                 self.fail(f"{op} returned generation {op.result.generation}, which was never committed")
                 return
             contents = {held.content.number for held in mine if held.content is not None}
-            if contents and op.content is not None and op.content.number not in contents and not op.tampered:
+            if contents and op.content is not None and op.content.number not in contents:
                 self.fail(f"{op} got the receipt of another content")
             alone = len(self.ops[op.request_id]) == 1
             if alone and op.result.dirty_dead_slot_count not in op.soiled:
@@ -348,7 +355,7 @@ class Judge(Payloads):
         elif not isinstance(op.error, OutcomeUnknown) and len(self.ops[op.request_id]) == 1:
             # What a mover held went with it: nothing is left of such a commit.
             kept = [held for node, held, mover in commits if mover.alive and node.link.process.alive]
-            if kept and not op.tampered:
+            if kept and not _told_of_failure(op):
                 self.fail(f"{op} failed with {op.error!r}, but was committed as generation {kept[0].generation}")
 
     def _judge_get(self, op: Op) -> None:
@@ -362,8 +369,7 @@ class Judge(Payloads):
         for node in self._nodes_of(op):
             held = held or node.store.model.all.get((op.key, op.result.receipt.generation))
         if held is None:
-            if "client" not in op.tampered:
-                self.fail(f"{op} got generation {op.result.receipt.generation}, which was never committed")
+            self.fail(f"{op} got generation {op.result.receipt.generation}, which was never committed")
             return
         if op.generation not in (0, held.generation):
             self.fail(f"{op} asked for generation {op.generation} and got {held.generation}")
@@ -387,6 +393,8 @@ class Judge(Payloads):
             self.fail(f"{op}: {error} names no stage")
         if kind in EXPECTED[op.kind] or (kind is GeometryMismatch and op.landing is not None):
             return  # the key holds another snapshot by now than the caches were made for
+        if _forged(op, error):
+            return
         # A repetition waits for the outcome of what runs, or runs on with it: what met one has met them all.
         alike = [op, *self.ops.get(op.request_id, [])]
         met = {fault for other in alike for _, fault in other.faults} | {

@@ -105,8 +105,8 @@ class Call:
             self._thread.call = self
         self._op = None if self._thread is None else self._thread.op
         self.process = kernel.process
-        self.tampered: set[Any] = set()
-        """Faults that one side has met which the other has no part in: what comes next on the stream may, too."""
+        self.forged: list[bytes] = []
+        """What neither side has said: what comes next on the stream may meet it, or what it has led to."""
         self.told: list[Any] = []
         """What the client said, as it said it."""
         self.heard: list[Any] = []
@@ -308,7 +308,7 @@ class Context:
         self.method = call.method
         self._heard: tuple[Any, float] | None = None
         self.request_id = ""
-        """Of the last offer that was read: a client that was lied to may be about another transfer already."""
+        """Of the last offer or order that was read: a client that was lied to may be about another transfer already."""
         self._handler = handler
         self._kernel = call.kernel
         self._server = server
@@ -349,6 +349,8 @@ class Context:
         if self.method == "Put" and message.source.HasField("offer"):
             self._heard = self.op, self._kernel.now_s
             self.request_id = message.source.offer.request_id
+        elif self.method == "Get" and message.HasField("open"):
+            self.request_id = message.open.request_id
         return message
 
     async def write(self, message: Any) -> None:

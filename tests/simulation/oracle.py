@@ -58,6 +58,8 @@ class StoreModel:
         self.claims: dict[str, Claim] = {}
         self.claimed_by: dict[str, str] = {}
         self.consumers: dict[int, Pin] = {}
+        self.requests: dict[Pin, str] = {}
+        """Which get each reader belongs to."""
 
     def expire(self, now_s: float) -> None:
         for held in list(self.current.values()):
@@ -178,6 +180,7 @@ class CheckedStore(Store):
         )
         held = self.model.all[key, pin.snapshot.generation]
         held.reader_count += 1
+        self.model.requests[pin] = self._world.request_id()
         if consume:
             self.model.consumers[held.generation] = pin
         return pin
@@ -185,13 +188,14 @@ class CheckedStore(Store):
     def unpin(self, pin: Pin) -> None:
         held = self.model.all[pin.snapshot.key, pin.snapshot.generation]
         held.reader_count -= 1
+        del self.model.requests[pin]
         if pin.consume:
             self.model.consumers.pop(held.generation, None)
         super().unpin(pin)
 
     def consume(self, pin: Pin, now_s: float) -> None:
         held = self.model.all[pin.snapshot.key, pin.snapshot.generation]
-        self._world.check_consume(self.node, held)
+        self._world.check_consume(held, self.model.requests[pin])
         self.model.expire(now_s)
         if self.model.current.get(held.key) is held:
             self.model.remove(held, KeyDeleted, now_s)

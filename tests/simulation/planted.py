@@ -10,7 +10,9 @@ from typing import Any
 
 from hurray_client import client
 from hurray_client import node as client_node
+from hurray_client import transfer as client_transfer
 from hurray_client.exchange import Exchange
+from hurray_server import mover as server_mover
 from hurray_server import node as server_node
 from hurray_server.arena import Arena, ExtentState, TransferMemory
 from hurray_server.mover import Mover
@@ -22,7 +24,7 @@ from hurray_wire import dataplane
 from hurray_wire import payload as payloads
 from hurray_wire import session as s
 from hurray_wire.dataplane import DataPlane
-from hurray_wire.errors import KeyDeleted, KeyOverwritten, OutcomeUnknown
+from hurray_wire.errors import KeyDeleted, KeyOverwritten, OutcomeUnknown, ProtocolViolation
 from hurray_wire.peers import Peers
 from hurray_wire.status import to_status
 from hurray_wire.v1 import mover_pb2 as mpb
@@ -405,3 +407,30 @@ def client_hears_the_node_before_its_machine_has_begun(patch: Patch) -> None:
         return self._take or (lambda _: None)
 
     patch(Exchange, "_await_machine", _await_machine)
+
+
+# --- who lies ---------------------------------------------------------------------------------------------------------
+
+
+@planted(Fault.ROGUE_TO_CLIENT)
+def client_takes_any_receipt_for_its_own(patch: Patch) -> None:
+    patch(client_transfer, "_check_receipt", lambda _receipt, _request_id: None)
+
+
+@planted(Fault.ROGUE_TO_CLIENT)
+def client_takes_nonsense_after_the_last_byte_for_a_failure(patch: Patch) -> None:
+    def _refuse(self: Any, event: s.Event) -> None:
+        if event.from_peer and self.phase.name not in ("SETTLING", "ENDED"):
+            self._fail(ProtocolViolation("unexpected message", stage=self.phase.value))
+
+    patch(s.SourceSession, "_refuse", _refuse)
+
+
+@planted(Fault.ROGUE_TO_NODE)
+def node_takes_an_empty_message_for_a_receipt(patch: Patch) -> None:
+    read = server_mover.read_target_message
+
+    def lax(message: Any) -> Any:
+        return read(message) if message.WhichOneof("message") else s.ReceiptReceived(message.receipt)
+
+    patch(server_mover, "read_target_message", lax)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hurray_wire import session as s
 from hurray_wire.transport.memory import MemoryFabric, _Message, _Operation
-from simulation.faults import OPENING, Fault, row_of
+from simulation.faults import OPENING, row_of
 from simulation.kernel import Kernel, Process, Thread
 from simulation.network import Context, Network
 from simulation.transport import SimulatedTransport
@@ -118,10 +118,8 @@ class Registry:
         return None
 
     def inherit(self, op: Op, call: Any) -> None:
-        """A stream that somebody has tampered with carries another transfer."""
-        for fault in sorted(call.tampered, key=lambda item: item.name):
-            op.faults.append(("", fault))
-            op.tampered.add("node" if fault is Fault.ROGUE_TO_NODE else "client")
+        """A stream on which somebody has lied carries another transfer."""
+        op.forged += call.forged
 
     def note_request(self, op: Op) -> None:
         """The SDK has drawn a request id."""

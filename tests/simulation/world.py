@@ -135,7 +135,7 @@ class World(Workload):
         self.calm = True
         for call in list(self.network.calls):
             call.up.extra_s = call.down.extra_s = 0.0
-            if call.tampered:
+            if call.forged:
                 call.reset()
         for transport in self.transports:
             transport.flow()
