@@ -45,6 +45,8 @@ from transport.certificates import Authority
 SERVICE = pb.DESCRIPTOR.services_by_name["TransferService"]
 SHARED = "a/shared/x"
 OWN = "a/x"
+GRPC_LINE = ".cc:"
+"""In what gRPC itself logs."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def node(folder: Path) -> Iterator[Identified]:
     pytest.importorskip("ucxx")
-    with identified_daemon(folder, TRUSTED_UCX) as running:
+    with identified_daemon(folder, TRUSTED_UCX, env={"GRPC_VERBOSITY": "info"}, noise=GRPC_LINE) as running:
         yield running
 
 
@@ -114,7 +116,13 @@ ATTEMPTS: dict[str, Callable[..., HurrayError]] = {
         lambda: client.stub.Stat(pb.StatRequest(key=key, generation=generation), timeout=5)
     ),
     "delete": lambda client, key: refusal(lambda: client.stub.Delete(pb.DeleteRequest(key=key), timeout=5)),
+    "delete of a generation": lambda client, key, generation=1: refusal(
+        lambda: client.stub.Delete(pb.DeleteRequest(key=key, generation=generation), timeout=5)
+    ),
     "renew": lambda client, key: refusal(lambda: client.stub.Renew(pb.RenewRequest(key=key), timeout=5)),
+    "renew of a generation": lambda client, key, generation=1: refusal(
+        lambda: client.stub.Renew(pb.RenewRequest(key=key, generation=generation), timeout=5)
+    ),
 }
 
 
@@ -187,7 +195,9 @@ def listed(client: RawClient, prefix: str, size: int = 1) -> tuple[list[str], li
         tokens.append(base64.urlsafe_b64decode(token).decode())
 
 
-def test_a_listing_and_its_page_tokens_show_only_what_may_be_listed(a: RawClient, b: RawClient) -> None:
+def test_a_listing_and_its_page_tokens_show_only_what_may_be_listed(
+    node: Identified, a: RawClient, b: RawClient
+) -> None:
     a.transfer("a/hidden", snapshot(), overwrite=True)
     for key in ("b/1", "b/2", "a/shared/y"):
         (b if key.startswith("b") else a).transfer(key, snapshot(), overwrite=True)
@@ -199,10 +209,9 @@ def test_a_listing_and_its_page_tokens_show_only_what_may_be_listed(a: RawClient
     assert listed(b, "1")[0] == ["b/1"]
     assert listed(b, "a/sh")[0] == listed(b, "a/")[0] == ["a/shared/x", "a/shared/y"]
     for prefix in ("a/x", "a/h", "nobody/", "/"):
-        assert (
-            type(refusal(lambda prefix=prefix: b.stub.List(pb.ListRequest(prefix=prefix), timeout=5)))
-            is PermissionDenied
-        )
+        error = refusal(lambda prefix=prefix: b.stub.List(pb.ListRequest(prefix=prefix), timeout=5))
+        assert (type(error), error.message) == (PermissionDenied, "no grant allows this")
+        assert node.told(event="refused", action="list", tenant="b", prefix=prefix)
     forged = base64.urlsafe_b64encode(b"a/a").decode()
     page = b.stub.List(pb.ListRequest(page_token=forged), timeout=5)
     assert [item.key for item in page.snapshots] == expected
@@ -346,10 +355,26 @@ def test_health_and_reflection_answer_every_tenant(node: Identified) -> None:
             assert unary(channel, name) is None
 
 
-@pytest.mark.parametrize("wrong", ["none", "foreign", "expired", "a node's", "for servers"])
+def refused_handshakes(node: Identified, why: str) -> int:
+    """Lines of gRPC in the node's log."""
+    lines = node.daemon.log_path.read_text().splitlines()
+    return sum("Handshake failed" in line and why in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "logged"),
+    [
+        ("none", "PEER_DID_NOT_RETURN_A_CERTIFICATE"),
+        ("foreign", "unable to get local issuer certificate"),
+        ("expired", "certificate has expired"),
+        ("a node's", "certificate purpose"),
+        ("for servers", "certificate purpose"),
+    ],
+)
 def test_a_certificate_that_the_authority_did_not_issue_for_this_meets_nobody(
-    node: Identified, folder: Path, wrong: str
+    node: Identified, folder: Path, wrong: str, logged: str
 ) -> None:
+    """TLS itself refuses it. gRPC logs so, where GRPC_VERBOSITY asks for it, and tells hurrayd nothing."""
     authority = node.authority
     (folder / wrong).mkdir(exist_ok=True)
     uri = "spiffe://hurray/tenant/a"
@@ -367,12 +392,13 @@ def test_a_certificate_that_the_authority_did_not_issue_for_this_meets_nobody(
     if credentials is not None:
         key, certificate = credentials.key.read_bytes(), credentials.certificate.read_bytes()
     options = [("grpc.use_local_subchannel_pool", 1)]
-    before = len(node.audit())
+    before, failed = len(node.audit()), refused_handshakes(node, logged)
     with grpc.secure_channel(node.address, grpc.ssl_channel_credentials(ca, key, certificate), options) as channel:
         for name in SERVICES:
             error = unary(channel, name)
             assert error is not None
-            assert error.code == "UNAVAILABLE"  # TLS itself refuses it: nothing of ours has been asked
+            assert error.code == "UNAVAILABLE"
+    eventually(lambda: refused_handshakes(node, logged) > failed, 5, f"a line with {logged}")
     with grpc.insecure_channel(node.address, options) as channel:
         error = unary(channel, "GetNode")
         assert error is not None
