@@ -28,6 +28,7 @@ from sdk.snapshots import (
 )
 from support.daemon import RunningDaemon, eventually
 from support.proxy import DOWN, Proxy, cut, silence
+from support.scrape import scrape, series
 
 pytestmark = pytest.mark.parametrize("transport", ["shm", "tcp", "ucx"], indirect=True)
 
@@ -53,6 +54,22 @@ def test_round_trip(client: ht.Client, transport: str) -> None:
         assert got.receipt.expire_time is None
         assert got.receipt.node == "test"
         assert got.receipt.transport == transport
+
+
+def test_a_source_that_does_not_clear_dead_slots_is_found_out(
+    client: ht.Client, daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaked = series("hurray_dirty_dead_slots_total")
+    before = scrape(daemon.watched, "counter")[leaked]
+    with monkeypatch.context() as patch:
+        patch.setattr("hurray_wire.prepare.clear_dead", lambda *_: None)
+        receipt = client.put("dirty", make_snapshot())
+    assert (receipt.dead_slot_count, receipt.dirty_dead_slot_count) == (12, 12)
+    eventually(lambda: scrape(daemon.watched, "counter")[leaked] == before + 12, 10, "they are counted")
+    with client.get("dirty") as got:
+        assert_same_tokens(make_snapshot(), got)
+        assert_dead_slots_clear(got)
+        assert got.receipt.dirty_dead_slot_count == 0
 
 
 def test_received_buffers_are_page_aligned_and_say_so(client: ht.Client) -> None:
