@@ -9,6 +9,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import structlog
@@ -151,6 +152,10 @@ class Node:
         self.transfers.add(transfer)
         self._unended.add(transfer)
         self.idle.clear()
+
+    def beginning(self, tenant: str) -> AbstractContextManager[None]:
+        """Count what waits to become a transfer as one meanwhile: it holds its offer. Raises LimitExceeded."""
+        return self._share.taken(tenant)
 
     def remove(self, transfer: Transfer[Any]) -> None:
         """The outcome of a transfer is certain: it makes room for another."""

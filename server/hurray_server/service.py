@@ -202,13 +202,15 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
             node.require_ready("offer", principal.tenant)
             if known is None:
                 return node.requests.begin(principal.tenant, offer.request_id, digest)
-            await self._wait(known.watch, budget.left_s(), "retry")
+            with node.beginning(principal.tenant):
+                await self._wait(known.watch, budget.left_s(), "retry")
 
     async def _make_put(self, principal: Principal, offer: pb.Offer, running: Running, budget: Budget) -> PutTransfer:
         node = self._node
         lease_s = self._lease_s(offer.lease if offer.HasField("lease") else None)
         if len(offer.tensors) > INLINE_TENSORS or len(offer.token_counts) > INLINE_TOKEN_COUNTS:
-            offered = await asyncio.to_thread(read_offer, offer, node.limits)
+            with node.beginning(principal.tenant):
+                offered = await asyncio.to_thread(read_offer, offer, node.limits)
             node.require_ready("offer", principal.tenant)  # others may have begun meanwhile, or a drain
         else:
             offered = read_offer(offer, node.limits)

@@ -344,6 +344,26 @@ def test_a_retry_of_a_put_that_runs_waits_for_its_outcome(peer: RawClient) -> No
     assert len(first.receipts) == 1
 
 
+def test_retries_that_wait_are_counted_as_transfers() -> None:
+    """Each holds its offer, which may be as long as a message."""
+    with running_daemon("[limits]\nmax_transfers = 3") as daemon, RawClient(daemon.address) as peer:
+        prepared = Prepared.of(snapshot(layers=8, pages=64), chunk_bytes=8192)
+        offer = prepared.offer("k", peer.incarnation)
+        first = peer.put(prepared, offer, ready_tensors=1)
+        first.accepted.result(WAIT_S)
+        retries = [peer.put(prepared, offer) for _ in range(6)]
+        eventually(lambda: sum(retry.over.done() for retry in retries) == 4, 10, "the others are refused")
+        for retry in retries:
+            if retry.over.done():
+                error = retry.over.result()
+                assert isinstance(error, LimitExceeded)
+                assert error.field == "max_transfers"
+        peer.plane.announce(first.number, len(prepared.plan.descriptors))
+        assert first.over.result(WAIT_S) is None
+        waited = [retry for retry in retries if retry.over.result(WAIT_S) is None]
+        assert [retry.receipts for retry in waited] == [first.receipts] * 2
+
+
 def test_a_retry_of_a_put_that_fails_meanwhile_runs_anew(daemon: RunningDaemon, peer: RawClient) -> None:
     prepared, key = Prepared.of(snapshot(layers=8, pages=64), chunk_bytes=8192), fresh_key()
     offer = prepared.offer(key, peer.incarnation)
