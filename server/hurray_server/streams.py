@@ -200,6 +200,7 @@ class TransferStream:
             return True
 
         told, error = await judge(self._servicer, decision, context, work)
+        self._begun.set()  # also where it was not even known who calls
         return error, bool(told)
 
     async def _carry(self, transfer: Transfer[Any], decision: Decision, *, kept: bool) -> bool:

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
+from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from hurray_wire.errors import DeadlineExceeded, HurrayError, KeyNotFound, NodeDraining, ProtocolViolation
+from hurray_server.principal import Principal
+from hurray_server.shares import Share
+from hurray_server.streams import FIRST_MESSAGE_S, Direction, TransferStream
+from hurray_server.tally import Tally
+from hurray_wire.errors import (
+    DeadlineExceeded,
+    HurrayError,
+    KeyNotFound,
+    NodeDraining,
+    ProtocolViolation,
+    Unauthenticated,
+)
 from hurray_wire.status import from_status, to_status
+from hurray_wire.v1 import mover_pb2 as mpb
 from hurray_wire.v1 import transfer_pb2 as pb
 from support.daemon import RunningDaemon, eventually, running_daemon
 from support.raw import WAIT_S, Prepared, RawClient, Stream, snapshot
@@ -84,6 +99,62 @@ def test_a_wait_longer_than_the_budget_ends_as_late_not_as_unknown(daemon: Runni
     assert isinstance(refused(stream, short), KeyNotFound)
     stream.finish()
     assert stream.read() is None
+
+
+def test_a_stream_whose_certificate_has_expired_ends_with_its_caller() -> None:
+    """It is told so, and then heard as before: not only once it has been idle for long."""
+
+    class Callers:
+        count = 0
+
+        def principal(self, _: object) -> Principal:
+            self.count += 1
+            if self.count > 2:
+                raise Unauthenticated("the certificate of this connection has expired", field="certificate")
+            return Principal("t", admin=False, address="", identity=None, grants=None)
+
+    class Context:
+        def __init__(self) -> None:
+            request = pb.GetRequest(budget=Duration(seconds=5))
+            self.said, self.heard = [request, request, grpc.aio.EOF], list[HurrayError]()  # type: ignore[attr-defined]
+
+        def peer(self) -> str:
+            return ""
+
+        async def read(self) -> Any:
+            return self.said.pop(0)
+
+        async def write(self, response: pb.GetResponse) -> None:
+            self.heard.append(from_status(response.outcome.error))
+
+    async def begin(*_: object) -> pb.Receipt:
+        raise KeyNotFound("no snapshot has this key")
+
+    async def serve(context: Context) -> None:
+        servicer = SimpleNamespace(
+            callers=Callers(),
+            calls=Share("calls", "max_calls", 9, divided=False, retry_after_s=1.0),
+            tally=Tally(),
+            audit=SimpleNamespace(record=lambda *_: None),
+        )
+        node = SimpleNamespace(
+            draining=False,
+            on_drain=lambda _: lambda: None,
+            config=SimpleNamespace(transfers=SimpleNamespace(max_budget_s=9.0)),
+        )
+        direction = Direction(
+            action="get",
+            begin=begin,
+            is_first=lambda _: True,
+            to_input=lambda _: mpb.TransferInput(),
+            respond=lambda message, outcome: pb.GetResponse(source=message, outcome=outcome),
+        )
+        async with asyncio.timeout(FIRST_MESSAGE_S / 3):
+            await TransferStream(servicer, node, context, direction).serve()  # type: ignore[arg-type]
+
+    context = Context()
+    asyncio.run(serve(context))
+    assert [type(error) for error in context.heard] == [KeyNotFound, Unauthenticated]
 
 
 def test_a_node_that_drains_says_so_on_streams_that_wait_for_another_transfer() -> None:
