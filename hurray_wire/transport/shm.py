@@ -34,6 +34,7 @@ from hurray_wire.errors import (
     PeerUnavailable,
 )
 from hurray_wire.limits import PAGE_BYTES, SHM_STAGING_BYTES
+from hurray_wire.log import get_logger
 from hurray_wire.transport import _shm_proof as proof
 from hurray_wire.transport._shm_frames import (
     EAGER_MAX_BYTES,
@@ -53,6 +54,8 @@ from hurray_wire.transport._shm_packets import Closed, Packet, PacketSocket
 from hurray_wire.transport.base import Buffer, Completion, Endpoint, Transport, TransportParameters
 from hurray_wire.transport.settings import check_settings
 from hurray_wire.view import Shown, View
+
+_log = get_logger("hurray.transport")
 
 DEFAULT_PATH: Final = "/run/hurray/hurrayd.sock"
 
@@ -156,8 +159,8 @@ class _Guest:
                 self.said = proof.read_hello(packet, transport._identity, self._nonce)
             finally:
                 packet.close()
-        except (Closed, HurrayError):
-            transport._drop_guest(self)
+        except (Closed, HurrayError) as error:
+            transport._refuse(self, str(error) or "it went away")
         else:
             transport._seat(self)
 
@@ -542,7 +545,7 @@ class ShmTransport(Transport):
             if not guest.greet():
                 self._drop_guest(guest)
             elif len(self._unclaimed) > _MAX_GUESTS:
-                self._drop_guest(next(iter(self._unclaimed)))
+                self._refuse(next(iter(self._unclaimed)), "too many dialers")
 
     def _seat(self, guest: _Guest) -> None:
         """It has said who it is; an earlier connection of the same dialer is out of date."""
@@ -552,7 +555,7 @@ class ShmTransport(Transport):
         if earlier is not None:
             self._drop_guest(earlier)
         elif len(self._seated) >= _MAX_GUESTS:
-            self._drop_guest(next(iter(self._seated.values())))
+            self._refuse(next(iter(self._seated.values())), "too many dialers")
         self._seated[guest.said.dialer] = guest
         self._introduce()
 
@@ -566,8 +569,13 @@ class ShmTransport(Transport):
             self._unwatch(guest.link.fileno())
             try:
                 endpoint._adopt(guest)
-            except (Closed, HurrayError, OSError):
+            except (Closed, HurrayError, OSError) as error:
+                _log.info("dialer refused", kind=self.kind, why=str(error) or "it went away")
                 guest.link.close()
+
+    def _refuse(self, guest: _Guest, why: str) -> None:
+        _log.info("dialer refused", kind=self.kind, why=why)
+        self._drop_guest(guest)
 
     def _drop_guest(self, guest: _Guest) -> None:
         self._unclaimed.pop(guest, None)

@@ -236,3 +236,6 @@ def test_nonsense_at_every_door(daemon: RunningDaemon) -> None:
         next_works(client, "after", snapshot(1, 16))
     assert daemon.mover_pid == mover
     assert not Path(BOMB).exists()
+    events = [str(entry.get("event")) for entry in daemon.log()]
+    for kind in ("tcp", "shm"):  # gRPC and UCX tell of none
+        assert any(event.startswith(f"dialer refused (kind={kind}, why=") for event in events), kind

@@ -246,6 +246,10 @@ def test_a_stolen_incarnation_opens_nothing_and_tells_nothing(node: Identified, 
         error = stream_error(b.stub.Get, opening(b, SHARED, incarnation=incarnation))
         assert type(error) is PeerUnavailable
         assert error.message == "this process has no open session here"
+    for action, key_ in (("put", key), ("get", SHARED)):
+        told = node.told(action=action, tenant="b", key=key_, outcome="PEER_UNAVAILABLE")
+        assert len(told) >= 2
+        assert told[-1]["why"] == "this process has no open session here"
     with node.calling("b") as stub:  # nor does a Hello under that name meet a's session, or end it
         stream = Stream(stub.Session)
         stream.send(b.hello(incarnation=a.incarnation))
