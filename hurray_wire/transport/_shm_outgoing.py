@@ -76,10 +76,15 @@ class _Show:
 class Outgoing:
     """One direction of one connection. Raises ProtocolViolation for what the peer may not say."""
 
-    def __init__(self, emit: Emit, finish: Finish, *, ring_bytes: int, staging_bytes: int, slot_bytes: int) -> None:
+    def __init__(
+        self, emit: Emit, finish: Finish, *, take_ring: Callable[[], int], staging_bytes: int, slot_bytes: int
+    ) -> None:
+        """`take_ring`: asked once for how many bytes the ring may have, two slots at least."""
         self._emit = emit
         self._finish = finish
-        self._ring_bytes = ring_bytes
+        self.ring_bytes = 0
+        """Once there is one, or was to be."""
+        self._take_ring = take_ring
         self._staging_bytes = staging_bytes
         self._slot_bytes = slot_bytes
         self._ring: Ring | None = None
@@ -97,11 +102,13 @@ class Outgoing:
     def take_staging(self, nbytes: int) -> Buffer | None:
         """A range of the ring, uint8 [nbytes]; None while there is none, and for what travels in the socket."""
         needed = round_up(nbytes)
-        if nbytes <= EAGER_MAX_BYTES or self._staged_bytes + needed > self._staging_bytes:
+        if nbytes <= EAGER_MAX_BYTES:
             return None
         try:
             ring = self._require_ring()
         except PeerUnavailable:
+            return None
+        if self._staged_bytes + needed > self._staging_bytes:
             return None
         offset = ring.ranges.take(nbytes)
         if offset is None:
@@ -266,7 +273,8 @@ class Outgoing:
 
     def _require_ring(self) -> Ring:
         if self._ring is None:
-            nbytes = self._ring_bytes
+            self.ring_bytes = nbytes = self.ring_bytes or self._take_ring()
+            self._staging_bytes = min(self._staging_bytes, nbytes - self._slot_bytes)
             try:
                 self._ring = Ring(nbytes, self._staging_bytes + self._slot_bytes)
             except OSError as error:

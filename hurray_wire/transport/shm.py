@@ -68,6 +68,9 @@ _MAX_GUESTS: Final = 64
 _MAX_UNSENT_BYTES: Final = 4 << 20
 """More than everything that an honest peer can make this side say while it reads nothing."""
 
+_RINGS_MAX_BYTES: Final = 2 << 30
+"""Of all rings, each of which is memory that is there. Those of further peers have two slots each, and are slower."""
+
 _PACKETS_AT_ONCE: Final = 64
 _COPY_AT_ONCE_BYTES: Final = 1 << 20
 """After so much of one connection, completions fire and the others have their turn."""
@@ -211,7 +214,7 @@ class ShmEndpoint(Endpoint):
         self._outgoing = Outgoing(
             self._emit,
             transport._finish,
-            ring_bytes=config.ring_bytes,
+            take_ring=transport._take_ring,
             staging_bytes=config.staging_bytes,
             slot_bytes=config.slot_bytes,
         )
@@ -455,6 +458,7 @@ class ShmTransport(Transport):
         self._closed = False
         self._packet = bytearray(PACKET_MAX_BYTES)
         self._endpoints: dict[ShmEndpoint, None] = {}
+        self._rings_bytes = 0
         self._unclaimed: dict[_Guest, None] = {}
         self._seated: dict[bytes, _Guest] = {}
         self._due: deque[Callable[[], None]] = deque()
@@ -601,8 +605,17 @@ class ShmTransport(Transport):
         self._waits_for_room.discard(descriptor)
         self._poll.unregister(descriptor)
 
+    def _take_ring(self) -> int:
+        """Bytes for one more ring."""
+        nbytes = self._config.ring_bytes
+        if self._rings_bytes + nbytes > _RINGS_MAX_BYTES:
+            nbytes = min(nbytes, 2 * self._config.slot_bytes)
+        self._rings_bytes += nbytes
+        return nbytes
+
     def _remove(self, endpoint: ShmEndpoint) -> None:
         self._endpoints.pop(endpoint, None)
+        self._rings_bytes -= endpoint._outgoing.ring_bytes
 
     def _finish(self, done: Completion, error: HurrayError | None) -> None:
         self._due.append(partial(done, error))

@@ -34,7 +34,7 @@ from hurray_wire.testing.transport_suite import (
     post_send,
     settle,
 )
-from hurray_wire.transport import _shm_outgoing
+from hurray_wire.transport import _shm_outgoing, shm
 from hurray_wire.transport._shm_frames import EAGER_MAX_BYTES
 from hurray_wire.transport._shm_ring import Ranges, Reach
 from hurray_wire.transport._sockets import open_descriptors
@@ -513,6 +513,41 @@ def test_without_memory_for_a_ring_sends_end_with_an_error(pair, monkeypatch):
     assert isinstance(sent.error, PeerUnavailable)
     assert isinstance(received.error, PeerUnavailable)
     assert "no memory" in sent.error.message
+
+
+def test_rings_of_many_peers_take_bounded_memory(path, monkeypatch):
+    """Those that come late have small ones, as long as the others are there."""
+    config = ShmConfig(path=path, listens=True, ring_bytes=8 << 20, staging_bytes=4 << 20, slot_bytes=64 << 10)
+    monkeypatch.setattr(shm, "_RINGS_MAX_BYTES", 2 * config.ring_bytes)
+    data = pattern(3 << 20)
+
+    def send_to(pair):
+        buffer = np.zeros_like(data)
+        staged = pair.to_b.take_staging(data.nbytes)
+        if staged is not None:
+            staged[:] = data
+        outcomes = [post_receive(pair.to_a, 1, buffer)]
+        outcomes.append(post_send(pair.to_b, 1, data if staged is None else staged))
+        drive([pair.a, pair.b], lambda: all_fired(outcomes))
+        assert [outcome.error for outcome in outcomes] == [None, None]
+        assert (buffer == data).all()
+        return pair.to_b._outgoing._ring.memory.nbytes
+
+    def meet(listener):
+        pair = Pair(listener, ShmTransport(ShmConfig(path=path)))
+        drive([pair.a, pair.b], lambda: pair.to_b.proven and pair.to_a.proven)
+        return pair
+
+    with closing(ShmTransport(config)) as listener:
+        pairs = [meet(listener) for _ in range(4)]
+        small_bytes = 2 * config.slot_bytes
+        assert [send_to(pair) for pair in pairs] == [config.ring_bytes] * 2 + [small_bytes] * 2
+        for pair in pairs:
+            pair.b.close()
+        drive([listener], lambda: all(pair.lost_a.errors for pair in pairs))
+        pairs = [meet(listener)]
+        assert send_to(pairs[0]) == config.ring_bytes
+        pairs[0].b.close()
 
 
 def test_a_dialer_that_finds_no_descriptor_left_is_turned_away(path):
