@@ -461,7 +461,9 @@ def retrying(call: Call, retry_s: float, attempt: Callable[[], T]) -> T:
                 or isinstance(error, Misuse)
                 or error.stage == STAGING
             )
-            if unknown is None or not ended_here or error.stage not in _BEFORE_ANSWER:
+            told_nothing = ended_here and error.stage in _BEFORE_ANSWER
+            # Nor does nonsense tell, whenever it comes.
+            if unknown is None or not (told_nothing or isinstance(error, ProtocolViolation)):
                 raise
             raise unknown from None
         pause_s = max(failure.retry_after_s or 0.0, delay_s * random.uniform(0.5, 1.0))  # noqa: S311 -- no secret

@@ -463,6 +463,8 @@ def test_settings_that_make_no_sense(monkeypatch: pytest.MonkeyPatch, name: str,
         (ht.Misuse("the client is closed"), ht.OutcomeUnknown),
         (ht.InvalidContents("not read", stage="staging"), ht.OutcomeUnknown),
         (ht.InvalidContents("no value", stage="pages"), ht.InvalidContents),
+        (ht.ProtocolViolation("no window", stage="offer"), ht.OutcomeUnknown),
+        (ht.ProtocolViolation("unexpected message", stage="pages"), ht.OutcomeUnknown),
     ],
 )
 def test_an_outcome_stays_unknown_until_an_attempt_tells(later: ht.HurrayError, raised: type[ht.HurrayError]) -> None:
