@@ -2,7 +2,7 @@
 
 CuPy is loaded by name when a GPU is first wanted, never before. What UCX sends and receives is plain cudaMalloc memory:
 cuda_ipc is lost, in silence, for memory of pools and of expandable segments. It is taken in blocks and used again. What
-kernels need for themselves comes from CuPy's allocator, which is RMM's where the process has set that.
+kernels need for themselves is `scratch`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import numpy as np
 
 from hurray_wire.errors import InvalidRequest, Unsupported
-from hurray_wire.memory import DEVICE_CUDA, STANDARD
+from hurray_wire.memory import DEVICE_CUDA, HOST, STANDARD, Place
 from hurray_wire.pool import Block, MemoryPool
+from hurray_wire.scratch import Allocator, rmm_allocator
 
 ALIGNMENT: Final = 64 << 10
 """Blocks begin at a multiple of this."""
@@ -91,7 +94,17 @@ def gpu(device_id: int = 0) -> Gpu:
 
 @functools.cache
 def _gpu(cupy: Any, device_id: int) -> Gpu:
-    return Gpu(cupy, device_id)
+    return Gpu(cupy, device_id, _scratch(cupy))
+
+
+@functools.cache
+def _scratch(cupy: Any) -> Allocator | None:
+    return rmm_allocator(cupy)
+
+
+def place_of(device: tuple[int, int]) -> Place:
+    """Where arrays of this device (tag, number) are worked on. Raises Unsupported where there is no such GPU."""
+    return gpu(device[1]) if device[0] == DEVICE_CUDA else HOST
 
 
 def read_device(name: str) -> int | None:
@@ -104,6 +117,10 @@ def read_device(name: str) -> int | None:
     raise InvalidRequest("no such device", field="device", offered=name[:32], required='"cpu", "cuda" or "cuda:N"')
 
 
+_entered = threading.local()
+"""Which allocator `Gpu.enter` has set in a thread, and the context that keeps it set."""
+
+
 class Gpu:
     """One GPU as a place (`hurray_wire.memory.Place`): memory of its own kind, and a stream that orders what is done
     there. Thread-safe, but for what a stream cannot be."""
@@ -111,10 +128,11 @@ class Gpu:
     device_tag: Final = DEVICE_CUDA
     memory_class: Final = STANDARD
 
-    def __init__(self, cupy: Any, device_id: int) -> None:
+    def __init__(self, cupy: Any, device_id: int, scratch: Allocator | None) -> None:
         """Use `gpu`."""
         self.device_id: Final = device_id
         self._cupy = cupy
+        self._scratch = scratch
         with cupy.cuda.Device(device_id):
             self.stream: Final = cupy.cuda.Stream(non_blocking=True)
         self.memory: Final = MemoryPool(block=lambda nbytes: _GpuBlock(cupy, device_id, nbytes))
@@ -124,18 +142,55 @@ class Gpu:
         last array over it is gone: nothing that was started on it may run then. Raises MemoryError."""
         return self.memory.take(-(-max(nbytes, 1) // _BLOCK_BYTES) * _BLOCK_BYTES)[:nbytes]
 
+    def scratch(self, nbytes: int) -> Any:
+        """uint8 [nbytes] for work in between, which no transport may be given: memory of a pool, or of RMM's."""
+        with self.current():
+            try:
+                return self._cupy.empty(nbytes, dtype=np.uint8)
+            except self._cupy.cuda.runtime.CUDARuntimeError as error:
+                raise MemoryError(str(error)) from None
+
     def enter(self) -> None:
-        """What this thread starts from here on, on this GPU or any that it does not name, goes to this one's stream."""
+        """What this thread, one of our own, starts from here on, on this GPU or any that it does not name, goes to this
+        one's stream, and what it needs for that is scratch."""
         self._cupy.cuda.Device(self.device_id).use()
         self.stream.use()
+        if self._scratch is not None and getattr(_entered, "scratch", None) is not self._scratch:
+            _entered.scratch, _entered.context = self._scratch, self._allocating()
+            _entered.context.__enter__()
 
     def settle(self) -> None:
         """Wait until what was started here is done, and for nothing else."""
         self.stream.synchronize()
 
+    @contextmanager
+    def current(self) -> Iterator[int]:
+        """`enter`, for a block in anybody's thread, whose own device, stream and allocator are current again after it.
+        Yields the stream's pointer."""
+        with self._cupy.cuda.Device(self.device_id), self.stream, self._allocating():
+            before = getattr(_entered, "scratch", None)
+            _entered.scratch = self._scratch
+            try:
+                yield int(self.stream.ptr)
+            finally:
+                _entered.scratch = before
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """See Place."""
+        with self.current():
+            try:
+                yield
+            finally:
+                self.settle()
+
+    def _allocating(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._scratch is None else self._cupy.cuda.using_allocator(self._scratch)
+
     def follow(self, stream: object | None = None) -> None:
         """Do what is started here from now on after all that was started on a stream of the caller's: CuPy's, torch's
-        or any other's that tells its pointer. None: after the streams that are current in this thread."""
+        or any other's that tells its pointer (1 and 2 are CUDA's default streams: legacy, and this thread's). None:
+        after the streams that are current in this thread."""
         cuda = self._cupy.cuda
         with cuda.Device(self.device_id):
             for pointer in _current_streams(self._cupy, self.device_id) if stream is None else [stream_pointer(stream)]:
@@ -155,7 +210,7 @@ def stream_pointer(stream: object) -> int:
             return pointer
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
-        return int(protocol()[1])
+        return int((protocol() if callable(protocol) else protocol)[1])
     raise InvalidRequest(
         "not a CUDA stream", field="stream", offered=type(stream).__name__, required="CuPy's, torch's, or a pointer"
     )

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from .descriptor import Descriptor
 from .dtypes import ElementType
 from .errors import GeometryMismatch, InvalidSnapshot
-from .memory import array_module, device_of, is_on_device, on_device_of
+from .memory import array_module, byte_view, device_of, empty_beside, is_on_device, on_device_of, to_host
 from .packing import E8M0_NEUTRAL, E8M0_TAG
 from .paged import (
     BlockTables,
@@ -28,9 +28,19 @@ from .paged import (
     read_tables,
     tensor_name,
 )
-from .pages import PageIds, clear_dead, compact, live_slots, scatter, trimmed_table
-from .parameters import Buffer, neutral, parameter_arrays
-from .quantization import PerBlockAffine, PerTensorAffine, Quantization
+from .pages import (
+    PageIds,
+    clear_dead,
+    compact,
+    fill_dead,
+    gather,
+    live_slots,
+    scatter,
+    slot_rows,
+    trimmed_table,
+)
+from .parameters import Buffer, neutral_word, parameter_arrays
+from .quantization import Parameter, PerBlockAffine, PerTensorAffine, Quantization
 from .snapshot import KVSnapshot, describe_all
 from .validate import (
     BlockStructure,
@@ -84,7 +94,7 @@ class Destination:
         )
         for cache in declared:
             _check_writable(cache)
-            describe(cache, num_seqs=0, total_tokens=0, total_logical_pages=0, block_table_index_type=0)
+            _own_layout(cache)
         _check_distinct(declared)
         num_pages = declared[0].pool.num_pages
         seq_ptr, block_table = read_tables(block_tables, num_pages)
@@ -204,18 +214,15 @@ class Destination:
     def set_parameters(self, tensor_index: int, parameters: Sequence[Buffer]) -> None:
         """Compare a tensor's parameters that hold for all pages, write those of slots. Checked already (V11, V12).
 
-        `parameters` are the offer's buffers 3 and up. Raises GeometryMismatch.
+        `parameters` are the offer's buffers 3 and up, on the device of the caches. Raises GeometryMismatch.
         """
         descriptor, cache, placement = self._descriptors[tensor_index], self._targets[tensor_index], self._bound
         buffers = (None, None, None, *parameters)
         targets = () if cache.quantized is None else cache.quantized.parameters
         for (parameter, offered), target in zip(parameter_arrays(descriptor, buffers), targets, strict=True):
             if isinstance(descriptor.quantization, PerBlockAffine):
-                slots = offered.reshape(-1, descriptor.page_size)[placement.sources]
-                dead = np.arange(descriptor.page_size) >= placement.live[:, None]
-                slots[dead] = neutral(parameter)
-                target.reshape(-1, descriptor.page_size)[placement.pages.astype(np.intp)] = slots
-            elif not np.array_equal(offered, target.reshape(-1)):
+                _scatter_slots(parameter, offered, target, placement)
+            elif not np.array_equal(to_host(byte_view(offered)), to_host(byte_view(target))):
                 raise GeometryMismatch(
                     f"the {parameter.kind}s per channel differ from the destination's",
                     tensor=tensor_name(cache.layer_index, cache.role),
@@ -233,11 +240,12 @@ class Destination:
         for cache in self.caches:
             pool = cache.pool.array
             word = E8M0_NEUTRAL if cache.pool.element_type.tag == E8M0_TAG else 0
-            rows = on_device_of(pool, ids) if is_on_device(pool) else ids
-            pool[rows] = word if pool.dtype.kind == "u" else np.zeros((), dtype=pool.dtype)
+            pool[_beside(pool, ids)] = word if pool.dtype.kind == "u" else np.zeros((), dtype=pool.dtype)
             if cache.quantized is not None and isinstance(cache.quantized.scheme, PerBlockAffine):
-                for value, array in zip((1, 0), cache.quantized.parameters, strict=False):
-                    array.reshape(-1, cache.pool.page_size)[ids] = value
+                for parameter, array in zip(_own_layout(cache), cache.quantized.parameters, strict=True):
+                    dtype, neutral = neutral_word(parameter)
+                    slots = array.reshape(-1).view(dtype).reshape(-1, cache.pool.page_size)
+                    slots[_beside(slots, ids)] = neutral
 
     def snapshot(self) -> KVSnapshot:
         """The caller's pages as a snapshot, over the caller's tables."""
@@ -287,19 +295,41 @@ def _place(own: BlockStructure, offer: BlockStructure) -> _Placement:
     return _Placement(own, live_slots(offer), source_of[order], named.pages[order], named.live[order])
 
 
+def _scatter_slots(parameter: Parameter, offered: Any, target: Any, placement: _Placement) -> None:
+    """Write the entries of a parameter with one per slot, in the caller's array; those of dead slots are neutral."""
+    page_size = placement.structure.page_size
+    page_bytes = page_size * parameter.dtype.itemsize
+    dtype, neutral = neutral_word(parameter)
+    nbytes = placement.sources.size * page_bytes
+    taken = empty_beside(offered, nbytes) if is_on_device(offered) else np.empty(nbytes, dtype=np.uint8)
+    gather(slot_rows(offered, page_bytes), placement.sources.view(np.uint64), slot_rows(taken, page_bytes))
+    fill_dead(taken.view(dtype), placement.live, page_size=page_size, word=neutral)
+    scatter(slot_rows(target, page_bytes), placement.pages, slot_rows(taken, page_bytes))
+
+
+def _own_layout(cache: DeclaredCache) -> tuple[Parameter, ...]:
+    """What a caller's own parameter arrays hold. Raises what `describe` raises."""
+    empty = describe(cache, num_seqs=0, total_tokens=0, total_logical_pages=0, block_table_index_type=0)
+    return empty.parameter_layout()
+
+
+def _beside(array: Any, ids: npt.NDArray[np.intp]) -> Any:
+    return on_device_of(array, ids) if is_on_device(array) else ids
+
+
 def _is_range(taken: npt.NDArray[np.int64], count: int) -> bool:
     return taken.size == count and bool((taken == np.arange(count)).all())
 
 
 def _check_writable(cache: DeclaredCache) -> None:
     name = tensor_name(cache.layer_index, cache.role)
-    arrays = [cache.pool.array]
+    arrays, read_only = [cache.pool.array], cache.pool.read_only
     if cache.quantized is not None and isinstance(cache.quantized.scheme, PerBlockAffine):
         arrays += cache.quantized.parameters
+        read_only |= cache.quantized.read_only
+    if read_only:
+        raise InvalidSnapshot(f"{name} is read-only", field="into", tensor=name, required="writable arrays")
     for array in arrays:
-        flags = getattr(array, "flags", None)
-        if flags is not None and not getattr(flags, "writeable", True):
-            raise InvalidSnapshot(f"{name} is read-only", field="into", tensor=name, required="writable arrays")
         repeats = any(stride == 0 and size > 1 for size, stride in zip(array.shape, array.strides, strict=True))
         if repeats and array.nbytes:
             raise InvalidSnapshot(

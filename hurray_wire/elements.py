@@ -133,7 +133,10 @@ def _page_words(descriptor: Descriptor, page_pool: Any, pages: npt.NDArray[Any])
 
 
 def _taken(pages: Any, ids: npt.NDArray[np.intp]) -> Any:
-    return pages[on_device_of(pages, ids) if is_on_device(pages) else ids]
+    if not is_on_device(pages):
+        return pages[ids]
+    with pages.device:
+        return pages[on_device_of(pages, ids)]
 
 
 def _dequantize(

@@ -1,4 +1,4 @@
-"""Host memory at page boundaries, and other programs' arrays seen without a copy.
+"""Places: host memory at page boundaries, what a GPU's is to the rest of the project, and bytes of either kind.
 
 Address matters: a destination 16 bytes past the source's offset in a page takes a gather from 8 to 1.8 GB/s, and
 `np.empty` starts there. Everything this project allocates for page pools starts at a multiple of 4096.
@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import importlib
 import mmap
-import sys
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from .dtypes import BY_NAME, ElementType, from_numpy
-from .errors import InvalidSnapshot, Unsupported
+from .errors import Unsupported
 from .limits import PAGE_BYTES
 from .memfd import HUGE_PAGE_BYTES
 
@@ -25,18 +22,6 @@ DEVICE_CPU: Final = 0x00
 DEVICE_CUDA: Final = 0x01
 STANDARD: Final = 0x00
 """The memory class of plain memory of its device."""
-
-# DLPack's device types (dlpack.h): memory that the host can read, and memory of a CUDA device.
-_DLPACK_HOST: Final = frozenset({1, 3, 11})
-_DLPACK_CUDA: Final = frozenset({2, 13})
-
-# Torch dtypes that NumPy does not know: the format's name, and the torch dtype of equal width that NumPy does know.
-_TORCH_RAW: Final = {
-    "torch.bfloat16": ("bfloat16", "int16"),
-    "torch.float8_e4m3fn": ("float8_e4m3", "uint8"),
-    "torch.float8_e5m2": ("float8_e5m2", "uint8"),
-    "torch.float8_e8m0fnu": ("float8_e8m0", "uint8"),
-}
 
 
 def aligned_empty(nbytes: int, *, prefault: bool = False) -> npt.NDArray[np.uint8]:
@@ -83,11 +68,18 @@ class Place(Protocol):
     def take(self, nbytes: int) -> Any:
         """uint8 [nbytes], page-aligned. Raises OSError or MemoryError where there is no memory."""
 
+    def scratch(self, nbytes: int) -> Any:
+        """uint8 [nbytes] for work in between, which no transport may be given. Raises OSError or MemoryError."""
+
     def enter(self) -> None:
-        """What this thread starts there from here on is done in the order in which it was started."""
+        """What this thread, one of our own, starts there from here on is done in the order in which it was started."""
 
     def settle(self) -> None:
         """Wait until it is done."""
+
+    def work(self) -> AbstractContextManager[None]:
+        """The same for any thread: what it starts inside is done there, in order, and over when the block ends. What
+        was current in the thread before is so again then."""
 
 
 class _Host:
@@ -100,11 +92,19 @@ class _Host:
         """See Place."""
         return huge_empty(nbytes)
 
+    def scratch(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """See Place."""
+        return aligned_empty(nbytes)
+
     def enter(self) -> None:
         """See Place."""
 
     def settle(self) -> None:
         """See Place."""
+
+    def work(self) -> AbstractContextManager[None]:
+        """See Place."""
+        return nullcontext()
 
 
 HOST: Final[Place] = _Host()
@@ -115,62 +115,19 @@ def device_of(array: Any) -> tuple[int, int]:
     return (DEVICE_CUDA, int(array.device.id)) if is_on_device(array) else (DEVICE_CPU, 0)
 
 
+def device_name(device: tuple[int, int]) -> str:
+    """As callers name it: "cpu", "cuda:1"."""
+    return f"cuda:{device[1]}" if device[0] == DEVICE_CUDA else "cpu"
+
+
 def is_page_aligned(array: npt.NDArray[Any]) -> bool:
     """True if the array's first byte is at a multiple of 4096, or it has none."""
     return array.nbytes == 0 or array.ctypes.data % PAGE_BYTES == 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ArrayView:
-    """A caller's array without a copy: shape and strides are the caller's, and writing to it writes there.
-
-    `array` is a NumPy or CuPy array. `element_type` is the format's type of its values: known even where the
-    array itself holds raw words of that width (torch bfloat16), None where the format has no such type or packs it.
-    """
-
-    array: Any
-    element_type: ElementType | None
-    device_tag: int = DEVICE_CPU
-    device_id: int = 0
-
-
-def as_array(source: object) -> ArrayView:
-    """See `source` as an array, without a copy.
-
-    Takes NumPy and CuPy arrays, torch tensors (bfloat16 and 8-bit floats too) and whatever speaks
-    __cuda_array_interface__, __array_interface__, DLPack or the buffer protocol.
-
-    Raises InvalidSnapshot for anything else, Unsupported for memory of a device or a dtype that is not taken.
-    """
-    if isinstance(source, np.ndarray):
-        return ArrayView(source, from_numpy(source.dtype))
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(source, torch.Tensor):
-        return _from_torch(torch, source)
-    if hasattr(source, "__cuda_array_interface__"):
-        cupy = _cupy()
-        # CuPy would copy an array of its own from another GPU to the current one.
-        return _on_cuda(source if isinstance(source, cupy.ndarray) else cupy.asarray(source))
-    if hasattr(source, "__dlpack__"):
-        return _from_dlpack(source)
-    if hasattr(source, "__array_interface__"):
-        array = np.asarray(source)
-        return ArrayView(array, from_numpy(array.dtype))
-    try:
-        view = memoryview(source)  # type: ignore[arg-type]
-    except TypeError:
-        raise InvalidSnapshot(
-            "not an array: neither NumPy, CuPy, torch, DLPack nor the buffer protocol",
-            field="caches",
-            offered=type(source).__name__,
-        ) from None
-    array = np.asarray(view)
-    return ArrayView(array, from_numpy(array.dtype))
-
-
 def array_module(array: object) -> Any:
     """The module whose functions take this array: numpy, or cupy for an array of its own."""
-    return np if isinstance(array, np.ndarray) else _cupy()
+    return np if isinstance(array, np.ndarray) else load_cupy()
 
 
 def is_on_device(buffer: object) -> bool:
@@ -199,7 +156,10 @@ def copy_into(target: Any, source: Any) -> None:
     """Copy contiguous bytes, uint8 [n], to others, whichever of the two are on a GPU."""
     if is_on_device(target):
         with target.device:
-            target[...] = on_device_of(target, source)
+            if isinstance(source, np.ndarray):
+                target.set(source)
+            else:
+                target[...] = on_device_of(target, source)
     else:
         target[...] = to_host(source)
 
@@ -216,54 +176,9 @@ def byte_view(buffer: Any) -> npt.NDArray[np.uint8]:
     return np.frombuffer(view.cast("B") if view.nbytes else b"", dtype=np.uint8)
 
 
-def _from_torch(torch: Any, tensor: Any) -> ArrayView:
-    name = str(tensor.dtype)
-    device = str(tensor.device.type)
-    if device not in ("cpu", "cuda"):
-        raise Unsupported("torch tensors are taken from cpu and cuda", field="device", offered=device)
-    plain = tensor.detach()
-    element_type = None
-    if name in _TORCH_RAW:
-        known, raw = _TORCH_RAW[name]
-        element_type = BY_NAME[known]
-        plain = plain.view(getattr(torch, raw))
-    try:
-        array = plain.numpy() if device == "cpu" else _cupy().from_dlpack(plain)
-    except (TypeError, RuntimeError, BufferError) as error:
-        raise Unsupported(f"torch does not give out this tensor: {error}", field="dtype", offered=name) from error
-    if element_type is None:
-        element_type = from_numpy(np.dtype(array.dtype))
-    elif device == "cpu":
-        array = array.view(element_type.numpy)
-    if device == "cuda":
-        return ArrayView(array, element_type, DEVICE_CUDA, int(tensor.device.index or 0))
-    return ArrayView(array, element_type)
-
-
-def _from_dlpack(source: Any) -> ArrayView:
-    device_type, device_id = (int(part) for part in source.__dlpack_device__())
-    if device_type in _DLPACK_CUDA:
-        return _on_cuda(_cupy().from_dlpack(source))
-    if device_type not in _DLPACK_HOST:
-        raise Unsupported(
-            "memory of this DLPack device is not taken",
-            field="device",
-            offered=f"{device_type}:{device_id}",
-            required="host (1, 3) or cuda (2, 13)",
-        )
-    try:
-        array = np.from_dlpack(source)
-    except (BufferError, RuntimeError, TypeError) as error:
-        raise Unsupported(f"NumPy does not take this array: {error}", field="dtype") from error
-    return ArrayView(array, from_numpy(array.dtype))
-
-
-def _on_cuda(array: Any) -> ArrayView:
-    return ArrayView(array, from_numpy(np.dtype(array.dtype)), DEVICE_CUDA, int(array.device.id))
-
-
-def _cupy() -> Any:
-    # By name, when an array of a CUDA device arrives: nothing on this level depends on CUDA.
+def load_cupy() -> Any:
+    """CuPy, by name, when an array of a CUDA device arrives: nothing on this level depends on CUDA. Raises Unsupported
+    where it cannot be loaded."""
     try:
         return importlib.import_module("cupy")
     except ImportError as error:

@@ -14,10 +14,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from .arrays import ArrayView, as_array
 from .descriptor import Descriptor, build_descriptor
 from .dtypes import BY_NAME, ElementType
 from .errors import InvalidContents, InvalidSnapshot, Unsupported
-from .memory import DEVICE_CPU, ArrayView, as_array, to_host
+from .memory import DEVICE_CPU, device_name, device_of, to_host
 from .packing import word_dtype
 from .quantization import PerBlockAffine, PerChannelAffine, PerTensorAffine, Quantization
 from .sections import KV_ROLE_NAMES
@@ -52,18 +53,20 @@ class Pool:
     head_dim: int
     device_tag: int = DEVICE_CPU
     device_id: int = 0
+    read_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantized:
     """What the integers of a cache mean: a scheme of the format and its parameter arrays.
 
-    `parameters` are the contiguous buffers 3 and up that the scheme names. Make one with `per_tensor`,
-    `per_channel` or `per_block`.
+    `parameters` are the contiguous buffers 3 and up that the scheme names, on the device of the cache's pool;
+    `read_only` if one of them is. Make one with `per_tensor`, `per_channel` or `per_block`, from any kind of array.
     """
 
     scheme: Quantization
-    parameters: tuple[npt.NDArray[Any], ...] = ()
+    parameters: tuple[Any, ...] = ()
+    read_only: bool = False
 
     @classmethod
     def per_tensor(cls, scale: float, zero_point: int = 0) -> Quantized:
@@ -74,8 +77,7 @@ class Quantized:
     def per_channel(cls, axis: int, scales: object, zero_points: object | None = None) -> Quantized:
         """One scale per head (`axis` 1) or per dimension (`axis` 2), float32, and int32 zero points (scheme 0x02)."""
         buffers = _parameters(scales, zero_points)
-        tag = _scale_tag(buffers[0])
-        return cls(PerChannelAffine(axis, 3, _second(buffers), tag), tuple(item.array for item in buffers))
+        return cls._of(PerChannelAffine(axis, 3, _second(buffers), _scale_tag(buffers[0])), buffers)
 
     @classmethod
     def per_block(cls, block_size: int, scales: object, zero_points: object | None = None) -> Quantized:
@@ -84,8 +86,11 @@ class Quantized:
         `block_size` must equal the page_size. Scales are float16, bfloat16 or float32.
         """
         buffers = _parameters(scales, zero_points)
-        tag = _scale_tag(buffers[0])
-        return cls(PerBlockAffine(block_size, 3, _second(buffers), tag), tuple(item.array for item in buffers))
+        return cls._of(PerBlockAffine(block_size, 3, _second(buffers), _scale_tag(buffers[0])), buffers)
+
+    @classmethod
+    def _of(cls, scheme: Quantization, buffers: Sequence[ArrayView]) -> Quantized:
+        return cls(scheme, tuple(item.array for item in buffers), any(item.read_only for item in buffers))
 
 
 def _second(buffers: Sequence[ArrayView]) -> int | None:
@@ -95,8 +100,6 @@ def _second(buffers: Sequence[ArrayView]) -> int | None:
 def _parameters(scales: object, zero_points: object | None) -> list[ArrayView]:
     buffers = [as_array(scales)] if zero_points is None else [as_array(scales), as_array(zero_points)]
     for field, view in zip(("scales", "zero_points"), buffers, strict=False):
-        if view.device_tag != DEVICE_CPU:
-            raise Unsupported(f"{field} are taken from host memory", field=field, offered=f"device {view.device_tag}")
         if not view.array.flags.c_contiguous:
             raise InvalidSnapshot(f"{field} must be contiguous", field=field, offered=view.array.strides)
     if len(buffers) > 1 and buffers[1].array.dtype != np.int32:
@@ -189,7 +192,9 @@ def declare_caches(
             page_shape=_own(page_shape, key),
             name=name,
         )
-        declared.append(DeclaredCache(*key, pool, _own(quantization, key)))
+        quantized = _own(quantization, key)
+        _check_beside(pool, quantized, name)
+        declared.append(DeclaredCache(*key, pool, quantized))
     declared.sort(key=lambda item: (item.layer_index or 0, item.kv_role))
     first = declared[0].pool
     if not 1 <= first.page_size <= _MAX_PAGE_SIZE:
@@ -211,6 +216,22 @@ def declare_caches(
                     required=required,
                 )
     return declared
+
+
+def _check_beside(pool: Pool, quantized: Quantized | None, name: str) -> None:
+    """All buffers of a tensor are on one device (D11). Raises InvalidSnapshot."""
+    required = (pool.device_tag, pool.device_id)
+    for field, array in zip(("scales", "zero_points"), () if quantized is None else quantized.parameters, strict=False):
+        offered = device_of(array)
+        if offered != required:
+            raise InvalidSnapshot(
+                f"{field} of {name} are on another device than its pool",
+                field=field,
+                tensor=name,
+                rule="D11",
+                offered=device_name(offered),
+                required=device_name(required),
+            )
 
 
 def _cache_key(key: object) -> CacheKey:
@@ -273,7 +294,9 @@ def declare_pool(
             offered=(page_size, num_heads, head_dim),
             required=tuple(page_shape),
         )
-    return Pool(_rows(words), item, num_pages, page_size, num_heads, head_dim, view.device_tag, view.device_id)
+    return Pool(
+        _rows(words), item, num_pages, page_size, num_heads, head_dim, view.device_tag, view.device_id, view.read_only
+    )
 
 
 def _typed(view: ArrayView, declared: ElementType | None, name: str) -> tuple[Any, ElementType]:
@@ -332,7 +355,15 @@ def _packed_pool(
             required=f"uint8 [num_pages, {page_bytes}]",
         )
     return Pool(
-        array, element_type, int(array.shape[0]), page_size, num_heads, head_dim, view.device_tag, view.device_id
+        array,
+        element_type,
+        int(array.shape[0]),
+        page_size,
+        num_heads,
+        head_dim,
+        view.device_tag,
+        view.device_id,
+        view.read_only,
     )
 
 

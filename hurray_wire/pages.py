@@ -18,9 +18,9 @@ from . import kernels
 from .descriptor import Descriptor, build_descriptor
 from .errors import InvalidContents, LimitExceeded
 from .limits import PAGE_BYTES
-from .memory import DEVICE_CPU, aligned_empty, is_on_device, on_device_of, to_host
+from .memory import DEVICE_CPU, aligned_empty, byte_view, empty_beside, is_on_device, on_device_of, to_host
 from .packing import E8M0_NEUTRAL, E8M0_TAG, clear_bits, pack, unpack
-from .parameters import Buffer, neutral, parameter_arrays
+from .parameters import Buffer, neutral, neutral_word, parameter_arrays
 from .policy import STRICT, Policy
 from .quantization import PerBlockAffine
 from .validate import (
@@ -453,10 +453,17 @@ def scrub_parameters(descriptor: Descriptor, buffers: Sequence[Buffer | None], l
 def _scrub_parameters_on_device(descriptor: Descriptor, buffers: Sequence[Any], live: Any) -> int:
     noted = kernels.DirtySlots(buffers[-1], descriptor.num_pages * descriptor.page_size)
     for parameter, array in parameter_arrays(descriptor, buffers):
-        word = f"u{parameter.dtype.itemsize}"
-        clear = int(neutral(parameter).view(word)[0])
+        word, clear = neutral_word(parameter)
         kernels.scrub_entries(array.view(word), live, page_size=descriptor.page_size, clear=clear, dirty=noted)
     return noted.total()
+
+
+def fill_dead(entries: Any, live: Live, *, page_size: int, word: int) -> None:
+    """Set the entries of dead slots, uint16 or uint32 [pages * page_size], to a word; `live` is uint32 [pages]."""
+    if is_on_device(entries):
+        kernels.scrub_entries(entries, live, page_size=page_size, clear=word, dirty=None)
+    else:
+        entries.reshape(-1, page_size)[np.arange(page_size, dtype=np.uint32) >= live[:, None]] = word
 
 
 # --- compaction of a tensor -----------------------------------------------------------------------------------------
@@ -497,22 +504,31 @@ def compact_descriptor(
     )
 
 
-def compact_parameters(descriptor: Descriptor, buffers: Sequence[Buffer | None], compaction: Compaction) -> list[Bytes]:
-    """Parameter buffers of the compacted tensor, 3 and up, as page-aligned copies.
+def compact_parameters(descriptor: Descriptor, buffers: Sequence[Buffer | None], compaction: Compaction) -> list[Any]:
+    """Parameter buffers of the compacted tensor, 3 and up, as copies where they are: page-aligned on the host.
 
     Scales and zero points per slot follow their pages; those per channel are copied whole. A buffer that holds both
     keeps them end to end, split where the new sizes put it.
     """
-    if descriptor.quantization is None:
+    if not descriptor.parameter_layout():
         return []
     target = compact_descriptor(descriptor, compaction)
-    copies = [aligned_empty(handle.byte_size) for handle in target.buffers[3:]]
+    beside = buffers[3]
+    copies = [
+        empty_beside(beside, handle.byte_size) if is_on_device(beside) else aligned_empty(handle.byte_size)
+        for handle in target.buffers[3:]
+    ]
     sources = parameter_arrays(descriptor, buffers)
     targets = parameter_arrays(target, [None, None, None, *copies])
-    for (_, source), (_, out) in zip(sources, targets, strict=True):
+    for (parameter, source), (_, out) in zip(sources, targets, strict=True):
         if isinstance(descriptor.quantization, PerBlockAffine):
-            paged = source.reshape(descriptor.num_pages, descriptor.page_size)
-            out.reshape(-1, descriptor.page_size)[...] = paged[compaction.pages.astype(np.intp)]
+            page_bytes = descriptor.page_size * parameter.dtype.itemsize
+            gather(slot_rows(source, page_bytes), compaction.pages, slot_rows(out, page_bytes))
         else:
             out[...] = source
     return copies
+
+
+def slot_rows(entries: Any, page_bytes: int) -> Any:
+    """Entries of slots as bytes, uint8 [pages, page_bytes]."""
+    return byte_view(entries).reshape(entries.nbytes // page_bytes, page_bytes)

@@ -36,3 +36,9 @@ def parameter_arrays(
 def neutral(parameter: Parameter) -> npt.NDArray[Any]:
     """What a parameter of a dead slot holds, one value: scale 1.0 (the format forbids zero scales), zero point 0."""
     return np.full(1, 1 if parameter.kind == "scale" else 0, dtype=parameter.dtype)
+
+
+def neutral_word(parameter: Parameter) -> tuple[str, int]:
+    """The same as raw bits: the unsigned type of that width, and the number."""
+    word = f"u{parameter.dtype.itemsize}"
+    return word, int(neutral(parameter).view(word)[0])

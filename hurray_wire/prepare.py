@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .alike import change_each
+from .cuda import place_of
 from .descriptor import Descriptor
 from .memory import copy_into, empty_beside, is_on_device, to_host
 from .packing import E8M0_TAG, clear_bits
@@ -98,14 +99,15 @@ class PreparedSnapshot:
         and pools whose pages are no whole bytes. Their contents are final now. Raises InvalidContents (V11, V12).
         """
         tensors = list(self.tensors)
-        for number in range(self._copied_count, tensor_count):
-            tensor, descriptor = self.snapshot.tensors[number], tensors[number].descriptor
-            parameters = compact_parameters(tensor.descriptor, tensor.buffers, self.compaction)
-            buffers = (None, None, None, *parameters)
-            scrub_parameters(descriptor, buffers, self.compaction.live)
-            check_parameters(descriptor, buffers, self.compaction.live)
-            packed = _packed_pool(tensor, descriptor, self.compaction)
-            tensors[number] = PreparedTensor(descriptor, tuple(parameters), packed)
+        with place_of(self.snapshot.device).work():
+            for number in range(self._copied_count, tensor_count):
+                tensor, descriptor = self.snapshot.tensors[number], tensors[number].descriptor
+                parameters = compact_parameters(tensor.descriptor, tensor.buffers, self.compaction)
+                buffers = (None, None, None, *parameters)
+                scrub_parameters(descriptor, buffers, self.compaction.live)
+                check_parameters(descriptor, buffers, self.compaction.live)
+                packed = _packed_pool(tensor, descriptor, self.compaction)
+                tensors[number] = PreparedTensor(descriptor, tuple(parameters), packed)
         self.tensors = tuple(tensors)
         self._copied_count = max(self._copied_count, tensor_count)
 

@@ -333,8 +333,9 @@ class ViewTarget:
 class ScatterTarget:
     """Target payload that puts pages straight into a caller's paged caches, whatever its own tables say.
 
-    `memory` holds index and parameters, and the chunks under way. The caller's pages are untouched until the index is
-    valid; from then on a failure leaves them undefined, and `release` clears them.
+    Memory of `allocate` holds the index, and on the host all else; parameters and the chunks under way are at `place`,
+    where the caches are. The caller's pages are untouched until the index is valid; from then on a failure leaves them
+    undefined, and `release` clears them.
     """
 
     def __init__(
@@ -365,9 +366,10 @@ class ScatterTarget:
         """See TargetPayload: index and parameters; landing memory is taken as chunks are posted."""
         for number, handle in enumerate(self.plan.descriptors[0].buffers[1:3], 1):
             self._small[INDEX, number] = _allocated(self._allocate, handle.byte_size)
+        beside = self._allocate if self._place is HOST else self._place.scratch
         for tensor, descriptor in enumerate(self.plan.descriptors):
             for number, handle in enumerate(descriptor.buffers[3:], 3):
-                self._small[tensor, number] = _allocated(self._allocate, handle.byte_size)
+                self._small[tensor, number] = _allocated(beside, handle.byte_size)
 
     def memory(self, chunk: Chunk) -> Any:
         """See TargetPayload."""
@@ -402,6 +404,7 @@ class ScatterTarget:
     def check_contents(self) -> None:
         """See TargetPayload."""
         assert self._live is not None
+        self._place.enter()
         for tensor, descriptor in enumerate(self.plan.descriptors):
             parameters = [self._small[tensor, number] for number in range(3, len(descriptor.buffers))]
             buffers = (None, None, None, *parameters)
@@ -409,6 +412,7 @@ class ScatterTarget:
             self._dirty += scrub_parameters(descriptor, buffers, self._live)
             self._destination.set_parameters(tensor, parameters)
         self._destination.finish()
+        self._place.settle()
 
     def summary(self) -> TargetSummary:
         """See TargetPayload."""

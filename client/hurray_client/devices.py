@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from hurray_wire import cuda
+from hurray_wire.arrays import as_array
 from hurray_wire.checksum import MIX64, XXH3_64, Hash
 from hurray_wire.destination import Destination
 from hurray_wire.errors import InvalidRequest
 from hurray_wire.limits import chunk_bytes_for
-from hurray_wire.memory import DEVICE_CPU, DEVICE_CUDA, HOST, Place, as_array
+from hurray_wire.memory import DEVICE_CPU, DEVICE_CUDA, HOST, Place
 from hurray_wire.paged import CacheKey
 
 Device = tuple[int, int]

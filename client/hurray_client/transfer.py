@@ -217,13 +217,14 @@ def put_once(node: Node, call: Call, order: PutOrder) -> Receipt:
     offer = order.offer(plan, session.plane.incarnation, [transport], hash_=hash_, staged=way.in_host)
     payload: SourcePayload = SnapshotSource(order.prepared, plan, way.place, in_host=way.in_host)
     if order.ready is None and plan.wire_bytes <= EAGER_BYTES:
-        try:
-            payload = staged = StagedSource(payload)
-        except HurrayError as error:
-            error.details.setdefault("stage", STAGING)
-            raise
-        if hash_.verifies:
-            offer.checksums.extend(map(hash_, staged.chunks))
+        with way.place.work():
+            try:
+                payload = staged = StagedSource(payload)
+            except HurrayError as error:
+                error.details.setdefault("stage", STAGING)
+                raise
+            if hash_.verifies:
+                offer.checksums.extend(map(hash_, staged.chunks))
         told = NONE  # nothing more
     reporter = Reporter(call, order.on_progress, plan.wire_bytes) if order.on_progress is not None else None
     if reporter is not None:

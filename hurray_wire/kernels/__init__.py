@@ -210,12 +210,15 @@ def scrub(pool: Any, live: Any, *, page_size: int, slot_bits: int, clear: int, d
     )
 
 
-def scrub_entries(entries: Any, live: Any, *, page_size: int, clear: int, dirty: DirtySlots) -> None:
+def scrub_entries(entries: Any, live: Any, *, page_size: int, clear: int, dirty: DirtySlots | None) -> None:
     """Set the entries of dead slots, uint16 or uint32 [slots], to the word `clear`. See `pages.scrub_parameters`."""
+    if not entries.size:
+        return
+    counted = (np.uint64(0), np.uint64(0)) if dirty is None else (dirty.seen, dirty.count)
     name = f"scrub_entries_{entries.dtype.itemsize}"
     clear_word = np.uint32(clear)
     live = on_device_of(entries, live)
-    _start(entries, name, entries.size, entries, live, entries.size, page_size, clear_word, dirty.seen, dirty.count)
+    _start(entries, name, entries.size, entries, live, entries.size, page_size, clear_word, *counted)
 
 
 # --- checksums ------------------------------------------------------------------------------------------------------
@@ -224,9 +227,11 @@ def scrub_entries(entries: Any, live: Any, *, page_size: int, clear: int, dirty:
 def mix64_sum(data: Any) -> int:
     """The sum of all mixed words of `checksum.MIX64`, of uint8 [n] on a GPU."""
     if data.data.ptr % 16:
-        data = data.copy()
+        with data.device:
+            data = data.copy()
     threads = max(1, data.size // 16)
     blocks = min(-(-threads // _BLOCK_THREADS), _SUM_BLOCKS)
     sums = _new(data, "zeros", blocks * _BLOCK_THREADS, dtype=np.uint64)
     _start(data, "mix64_sums", threads, data, data.size, sums, blocks_max=_SUM_BLOCKS)
-    return int(sums.sum())
+    with data.device:
+        return int(sums.sum())

@@ -13,14 +13,13 @@ import pytest
 
 from hurray_wire import cuda
 from hurray_wire.errors import InvalidRequest, Unsupported
-from hurray_wire.memory import as_array, copy_into, device_of
+from hurray_wire.memory import copy_into, device_of
 from hurray_wire.transport.ucx import _Seal
 from hurray_wire.transport.ucx_config import UcxConfig, with_cuda
 from support.fake_cuda import (
     Device,
     FakeArray,
     FakeCudaError,
-    Foreign,
     Memory,
     Stream,
     fake_cuda,
@@ -149,17 +148,6 @@ def test_bytes_go_from_anywhere_to_anywhere(cupy: Any) -> None:
 
     assert np.array_equal(back, host)
     assert (device_of(there), device_of(here), device_of(back)) == ((1, 1), (1, 0), (0, 0))
-
-
-def test_arrays_of_any_gpu_are_seen_in_place(cupy: Any) -> None:
-    with Device(1):
-        mine = placed(np.arange(8, dtype=np.uint8))
-
-    own, foreign = as_array(mine), as_array(Foreign(mine))
-
-    assert own.array is mine
-    assert foreign.array is mine
-    assert (own.device_tag, own.device_id, own.element_type.name) == (1, 1, "uint8")  # type: ignore[union-attr]
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------

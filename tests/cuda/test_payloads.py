@@ -14,11 +14,14 @@ from dataplane.pair import Pair
 from hurray_wire import cuda
 from hurray_wire.checksum import MIX64, XXH3_64
 from hurray_wire.destination import Destination
-from hurray_wire.errors import ChecksumMismatch, InvalidContents, ProtocolViolation
+from hurray_wire.dtypes import BY_TAG
+from hurray_wire.errors import ChecksumMismatch, GeometryMismatch, InvalidContents, InvalidSnapshot, ProtocolViolation
 from hurray_wire.image import plan_image
 from hurray_wire.limits import Limits
 from hurray_wire.memory import HOST, is_on_device
+from hurray_wire.paged import Quantized
 from hurray_wire.prepare import prepare
+from hurray_wire.quantization import PerBlockAffine, PerChannelAffine
 from hurray_wire.snapshot import KVSnapshot
 from hurray_wire.source_payloads import ImageSource, SnapshotSource, StagedSource
 from hurray_wire.target_payloads import ImageTarget, OwnMemory, ScatterTarget
@@ -314,3 +317,139 @@ def test_any_snapshot_comes_out_as_from_the_host(made: tuple[KVSnapshot, list[Te
     assert np.array_equal(host, device)
     assert on_host_.dead_slot_count == on_device.dead_slot_count
     assert on_host_.dirty_dead_slot_count == on_device.dirty_dead_slot_count == 0
+
+
+# --- quantized caches -------------------------------------------------------------------------------------------------
+
+SCHEMES = {
+    "per slot, float16": PerBlockAffine(PAGE[0], 3, None, 1),
+    "per slot, bfloat16, zero points": PerBlockAffine(PAGE[0], 3, 4, 2),
+    "per channel, zero points": PerChannelAffine(1, 3, 4, 3),
+}
+
+
+def quantized_caches(name: str, seed: int = 0) -> tuple[dict[Any, np.ndarray], Quantized]:
+    """int8 pools of 8 pages, and one set of parameters for both, on the host."""
+    rng, scheme = np.random.default_rng(seed), SCHEMES[name]
+    arrays = {(None, role): rng.integers(-100, 100, (8, *PAGE), np.int8) for role in ("key", "value")}
+    shape = (8, PAGE[0]) if isinstance(scheme, PerBlockAffine) else (PAGE[1],)
+    dtype = BY_TAG[scheme.scale_type_tag].numpy
+    parameters = [rng.uniform(0.5, 2, shape).astype(dtype)]
+    if scheme.zero_point_buffer_index is not None:
+        parameters.append(rng.integers(-9, 9, shape, np.int32))
+    return arrays, Quantized(scheme, tuple(parameters))
+
+
+def moved(arrays: dict[Any, np.ndarray], quantized: Quantized, device: int) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """The same on a GPU, each cache with parameters of its own; bfloat16 as torch gives it out."""
+
+    def there(array: np.ndarray) -> Any:
+        words = array.dtype if array.dtype.kind in "iuf" else np.dtype(np.int16)
+        return placed(array).view(words).reshape(array.shape)
+
+    with Device(device):
+        caches = {key: there(array) for key, array in arrays.items()}
+        own = {key: Quantized(quantized.scheme, tuple(map(there, quantized.parameters))) for key in arrays}
+    return caches, own
+
+
+def quantized_source(arrays: Any, quantized: Any, place: Any = HOST) -> SnapshotSource:
+    snapshot = KVSnapshot.from_paged(arrays, block_tables=TABLES, token_counts=COUNTS, quantization=quantized)
+    prepared = prepare(snapshot)
+    plan = plan_image([tensor.descriptor for tensor in prepared.tensors], 8192, Limits())
+    return SnapshotSource(prepared, plan, place)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_scales_on_the_gpu_leave_with_their_pages(world: World, name: str) -> None:
+    arrays, quantized = quantized_caches(name)
+    images = []
+    for source in (
+        quantized_source(arrays, quantized),
+        quantized_source(*moved(arrays, quantized, 1), cuda.gpu(1)),
+    ):
+        target = ImageTarget(source.plan, COUNTS, poisoned(HOST))
+        assert [end.error for end in world.send(source, target)] == [None, None]
+        assert target.summary().dirty_dead_slot_count == 0
+        images.append(target.image)
+
+    assert np.array_equal(*images)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("in_host", [False, True])
+def test_scales_go_straight_into_those_of_caches_on_a_gpu(world: World, name: str, in_host: bool) -> None:
+    arrays, quantized = quantized_caches(name)
+    per_slot = isinstance(quantized.scheme, PerBlockAffine)
+    own, mine = quantized_caches(name, seed=9)
+    mine = mine if per_slot else quantized
+    tables = [[2, 6, 4], [2], [7, 1]]
+    host = Destination.from_paged(own, block_tables=tables, quantization={key: copied(mine) for key in own})
+    there, scales = moved(own, mine, 1)
+    device = Destination.from_paged(there, block_tables=tables, quantization=scales)
+    for destination, place in ((host, HOST), (device, cuda.gpu(1))):
+        source = quantized_source(arrays, quantized)
+        destination.check(source.plan.descriptors, np.array(COUNTS, np.uint64))
+        target = ScatterTarget(
+            source.plan, COUNTS, destination, HOST.take, place=place, in_host=in_host and place is not HOST
+        )
+        assert [end.error for end in world.send(source, target)] == [None, None]
+
+    for ours, theirs in zip(device.caches, host.caches, strict=True):
+        assert np.array_equal(ours.pool.array.get(), theirs.pool.array)
+        assert ours.quantized is not None
+        assert theirs.quantized is not None
+        for on_gpu, on_cpu in zip(ours.quantized.parameters, theirs.quantized.parameters, strict=True):
+            assert on_gpu.get().tobytes() == on_cpu.tobytes()
+    for seq in range(3):
+        found, sent = (item.snapshot().tokens(None, "key", seq, dequantize=True) for item in (device, host))
+        assert np.array_equal(found, sent)
+
+    device.clear()
+    if per_slot:
+        scale = scales[None, "key"].parameters[0].get()
+        words = scale.view(BY_TAG[quantized.scheme.scale_type_tag].numpy)  # type: ignore[union-attr]
+        assert (words[[2, 6, 4, 7, 1]] == 1).all()
+        assert scale[[0, 3, 5]].tobytes() == mine.parameters[0][[0, 3, 5]].tobytes()
+
+
+def copied(quantized: Quantized) -> Quantized:
+    return Quantized(quantized.scheme, tuple(array.copy() for array in quantized.parameters))
+
+
+def test_other_scales_of_a_channel_are_refused_on_a_gpu_too(world: World) -> None:
+    arrays, quantized = quantized_caches("per channel, zero points")
+    there, scales = moved(*quantized_caches("per channel, zero points", seed=9), 1)
+    destination = Destination.from_paged(there, block_tables=TABLES, quantization=scales)
+    source = quantized_source(arrays, quantized)
+    destination.check(source.plan.descriptors, np.array(COUNTS, np.uint64))
+
+    _, end = world.send(source, ScatterTarget(source.plan, COUNTS, destination, HOST.take, place=cuda.gpu(1)))
+
+    assert isinstance(end.error, GeometryMismatch)
+    assert end.error.field == "scales"
+
+
+def test_a_wrong_scale_on_the_gpu_is_found_before_it_leaves() -> None:
+    arrays, quantized = quantized_caches("per slot, float16")
+    quantized.parameters[0][1, 2] = 0  # of a live slot of the second page
+    there, scales = moved(arrays, quantized, 1)
+
+    with pytest.raises(InvalidContents) as refused:
+        quantized_source(there, scales, cuda.gpu(1))
+
+    assert (refused.value.rule, refused.value.field) == ("V11", "buffers[3]")
+
+
+@pytest.mark.parametrize("pool_on_gpu", [False, True])
+def test_pool_and_scales_are_on_one_device(pool_on_gpu: bool) -> None:
+    arrays, quantized = quantized_caches("per slot, float16")
+    there, scales = moved(arrays, quantized, 1)
+    caches, parameters = (there, quantized) if pool_on_gpu else (arrays, scales)
+
+    with pytest.raises(InvalidSnapshot) as refused:
+        KVSnapshot.from_paged(caches, block_tables=TABLES, token_counts=COUNTS, quantization=parameters)
+
+    names = ("cpu", "cuda:1") if pool_on_gpu else ("cuda:1", "cpu")
+    assert (refused.value.details["offered"], refused.value.details["required"]) == names
+    assert (refused.value.field, refused.value.rule) == ("scales", "D11")

@@ -13,8 +13,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from hurray_wire.arrays import as_array
 from hurray_wire.errors import InvalidSnapshot, Unsupported
-from hurray_wire.memory import aligned_empty, as_array, byte_view, is_page_aligned
+from hurray_wire.memory import aligned_empty, byte_view, is_page_aligned
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097, 1 << 20])
@@ -125,16 +126,6 @@ def test_cuda_arrays_need_cupy(monkeypatch: pytest.MonkeyPatch, kind: str) -> No
     assert "cupy" in refused.value.message
 
 
-def test_cuda_arrays_are_seen_by_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = types.SimpleNamespace(dtype=np.dtype(np.float16), device=types.SimpleNamespace(id=3))
-    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(asarray=lambda _: theirs, ndarray=list))
-
-    view = as_array(types.SimpleNamespace(__cuda_array_interface__={}))
-
-    assert view.array is theirs
-    assert (view.element_type.name, view.device_tag, view.device_id) == ("float16", 1, 3)
-
-
 # --- torch: its documented interface, without it -------------------------------------------------------------------
 
 
@@ -200,16 +191,6 @@ def test_torch_tensors_that_numpy_cannot_hold_are_refused_by_dtype() -> None:
     with pytest.raises(Unsupported) as elsewhere:
         as_array(FakeTensor(np.zeros(1), "torch.float16", device="mps"))
     assert elsewhere.value.details["offered"] == "mps"
-
-
-@pytest.mark.usefixtures("torch")
-def test_a_torch_tensor_on_cuda_keeps_its_type_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    cupy = types.SimpleNamespace(from_dlpack=lambda tensor: tensor.words)
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-
-    view = as_array(FakeTensor(np.zeros(2, np.int16), "torch.bfloat16", device="cuda"))
-
-    assert (view.element_type.name, view.device_tag, view.device_id) == ("bfloat16", 1, 1)
 
 
 def test_real_torch_tensors() -> None:

@@ -116,10 +116,11 @@ class Stream:
         return self
 
     def __enter__(self) -> Stream:
-        return self
+        _here.outer = [*getattr(_here, "outer", []), current_stream()]
+        return self.use()
 
     def __exit__(self, *_: object) -> None:
-        pass
+        *_here.outer, _here.stream = _here.outer
 
     def wait_event(self, event: Event) -> None:
         self.waits.append(event.recorded_on)
@@ -129,6 +130,22 @@ class Stream:
 
 
 Stream.null = Stream()
+
+
+def current_stream() -> Stream:
+    """The stream that is current in this thread."""
+    return getattr(_here, "stream", Stream.null)
+
+
+@contextlib.contextmanager
+def using_allocator(allocator: Callable[[int], MemoryPointer]) -> Iterator[None]:
+    """In this thread."""
+    outer = getattr(_here, "allocator", None)
+    _here.allocator = allocator
+    try:
+        yield
+    finally:
+        _here.allocator = outer
 
 
 class Memory:
@@ -188,12 +205,19 @@ def _bare_key(key: Any) -> Any:
     return tuple(map(_bare, key)) if isinstance(key, tuple) else _bare(key)
 
 
-def _wrap(host: Any) -> Any:
-    return FakeArray(np.asarray(host))
+_devices_of_addresses: dict[int, int] = {}
+"""Of every array that there ever was: what the runtime knows of a pointer."""
+
+
+def pointer_attributes(address: int) -> types.SimpleNamespace:
+    """The runtime's call."""
+    if address not in _devices_of_addresses:
+        raise FakeCudaError(1, "cudaErrorInvalidValue: invalid argument")
+    return types.SimpleNamespace(device=_devices_of_addresses[address])
 
 
 class FakeArray:
-    """An array on a GPU."""
+    """An array on a GPU. What starts work there wants the GPU to be the current one, as CuPy does."""
 
     __array_priority__ = 100
     __hash__ = None  # type: ignore[assignment]
@@ -204,13 +228,16 @@ class FakeArray:
             made._make(*arguments, **options)
         else:
             made._host, made.device = arguments[0], Device()
+        _devices_of_addresses[made._host.ctypes.data] = made.device.id
         return made
 
-    def _make(self, shape: tuple[int, ...], dtype: Any, memptr: MemoryPointer) -> None:
-        count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    def _make(
+        self, shape: tuple[int, ...], dtype: Any, memptr: MemoryPointer, strides: tuple[int, ...] | None = None
+    ) -> None:
+        count = int(np.prod(shape)) * np.dtype(dtype).itemsize if strides is None else memptr.mem.size
         raw = (ctypes.c_uint8 * count).from_address(memptr.ptr)
         raw.kept = memptr.mem  # type: ignore[attr-defined]
-        self._host = np.frombuffer(raw, np.uint8).view(dtype).reshape(shape)
+        self._host = np.ndarray(shape, dtype, raw, strides=strides)
         self.device = Device(memptr.mem.device_id)
 
     def _sibling(self, host: Any) -> FakeArray:
@@ -246,6 +273,17 @@ class FakeArray:
         out[...] = self._host
         return out
 
+    def set(self, arr: np.ndarray, stream: Any = None) -> None:
+        assert isinstance(arr, np.ndarray)
+        assert arr.dtype == self.dtype
+        assert arr.shape == self.shape
+        assert self.flags.c_contiguous
+        self._host[...] = arr
+
+    def _started(self) -> np.ndarray:
+        assert self.device.id == current_device(), "work on an array of another device than the current one"
+        return self._host
+
     def reshape(self, *shape: Any) -> FakeArray:
         return self._sibling(self._host.reshape(*shape))
 
@@ -258,27 +296,27 @@ class FakeArray:
         return self._sibling(self._host.transpose(*axes))
 
     def copy(self) -> FakeArray:
-        return self._sibling(self._host.copy())
+        return self._sibling(self._started().copy())
 
     def astype(self, dtype: Any) -> FakeArray:
-        return self._sibling(self._host.astype(dtype))
+        return self._sibling(self._started().astype(dtype))
 
     def sum(self, **options: Any) -> Any:
-        return self._sibling(self._host.sum(**options))
+        return self._sibling(self._started().sum(**options))
 
     def any(self, **options: Any) -> Any:
-        return self._sibling(self._host.any(**options))
+        return self._sibling(self._started().any(**options))
 
     def argmax(self) -> Any:
-        return self._sibling(self._host.argmax())
+        return self._sibling(self._started().argmax())
 
     def __getitem__(self, key: Any) -> FakeArray:
-        with self.device:
-            return self._sibling(self._host[_bare_key(key)])
+        if any(isinstance(part, FakeArray) for part in (key if isinstance(key, tuple) else (key,))):
+            self._started()
+        return self._sibling(self._host[_bare_key(key)])
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        with self.device:
-            self._host[_bare_key(key)] = _bare(value)
+        self._started()[_bare_key(key)] = _bare(value)
 
     def __len__(self) -> int:
         return len(self._host)
@@ -292,16 +330,14 @@ class FakeArray:
 
 def _operator(name: str) -> Any:
     def operate(self: FakeArray, other: Any) -> Any:
-        with self.device:
-            return self._sibling(getattr(self._host, name)(_bare(other)))
+        return self._sibling(getattr(self._started(), name)(_bare(other)))
 
     return operate
 
 
 def _in_place(name: str) -> Any:
     def operate(self: FakeArray, other: Any) -> FakeArray:
-        with self.device:
-            getattr(self._host, name)(_bare(other))
+        getattr(self._started(), name)(_bare(other))
         return self
 
     return operate
@@ -371,15 +407,22 @@ class RawModule:
 
 
 def _current(make: Any) -> Any:
-    return lambda *arguments, **options: FakeArray(np.asarray(make(*arguments, **options)))
+    def made(*arguments: Any, **options: Any) -> FakeArray:
+        host = np.asarray(make(*arguments, **options))
+        if getattr(_here, "allocator", None) is None:
+            return FakeArray(host)
+        array = FakeArray(host.shape, dtype=host.dtype, memptr=_here.allocator(host.nbytes))
+        array._host[...] = host
+        return array
+
+    return made
 
 
 def asarray(source: Any, dtype: Any = None) -> FakeArray:
     """On the current device; a copy where it is not there."""
     if isinstance(source, FakeArray):
         return source if source.device.id == current_device() else FakeArray(source._host.copy())
-    if hasattr(source, "__cuda_array_interface__"):
-        return source.wrapped  # see Foreign
+    assert not hasattr(source, "__cuda_array_interface__"), "on another device than the current one it would be copied"
     host = np.asarray(source, dtype)
     if host.dtype.kind not in "iufbc":
         raise TypeError(f"Unsupported dtype {host.dtype}")
@@ -389,13 +432,45 @@ def asarray(source: Any, dtype: Any = None) -> FakeArray:
 class Foreign:
     """Another library's array on a GPU, which speaks the interface alone."""
 
-    def __init__(self, wrapped: FakeArray) -> None:
+    def __init__(self, wrapped: FakeArray, *, read_only: bool = False, **more: Any) -> None:
+        plain = wrapped.__cuda_array_interface__
         self.wrapped = wrapped
-        self.__cuda_array_interface__ = wrapped.__cuda_array_interface__
+        self.__cuda_array_interface__ = {**plain, "data": (plain["data"][0], read_only), **more}
+
+
+class Exported:
+    """Another library's array on a GPU, which speaks DLPack alone. `streams`: which it was asked to be ahead of."""
+
+    def __init__(self, host: np.ndarray, device_id: int, version: int = 1) -> None:
+        self.host, self.device_id, self.version = host, device_id, version
+        self.streams: list[int] = []
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self.device_id
+
+    def __dlpack__(self, *, stream: int, **options: Any) -> Any:
+        if options and not self.version:
+            raise TypeError("unexpected keyword argument 'max_version'")
+        self.streams.append(stream)
+        return self.host.__dlpack__(**options)
+
+
+def from_dlpack(source: Any) -> FakeArray:
+    """Takes no notice of read-only memory, as CuPy does not."""
+    try:
+        source.__dlpack__(stream=current_stream().ptr, max_version=(1, 0))
+    except TypeError:
+        source.__dlpack__(stream=current_stream().ptr)
+    with Device(source.__dlpack_device__()[1]):
+        return FakeArray(source.host)
 
 
 def may_share_memory(one: FakeArray, other: FakeArray) -> bool:
     return bool(np.may_share_memory(one._host, other._host))
+
+
+def _pooled(nbytes: int) -> MemoryPointer:
+    return MemoryPointer(Memory(nbytes), 0)
 
 
 @contextlib.contextmanager
@@ -407,6 +482,7 @@ def fake_cuda(device_count: int = DEVICE_COUNT) -> Iterator[types.ModuleType]:
         driverGetVersion=lambda: 13000,
         runtimeGetVersion=lambda: 13000,
         eventRecord=event_record,
+        pointerGetAttributes=pointer_attributes,
         getDeviceProperties=lambda number: {"name": b"none"},
         CUDARuntimeError=FakeCudaError,
     )
@@ -418,15 +494,18 @@ def fake_cuda(device_count: int = DEVICE_COUNT) -> Iterator[types.ModuleType]:
         Stream=Stream,
         UnownedMemory=UnownedMemory,
         get_elapsed_time=lambda began, ended: 1.0,
-        get_current_stream=lambda: getattr(_here, "stream", Stream.null),
+        get_current_stream=current_stream,
+        using_allocator=using_allocator,
         runtime=runtime,
     )
     for name in ("zeros", "empty", "full", "arange"):
         setattr(module, name, _current(getattr(np, name)))
     module.ndarray, module.RawModule, module.asarray = FakeArray, RawModule, asarray  # type: ignore[attr-defined]
+    module.from_dlpack = from_dlpack  # type: ignore[attr-defined]
+    module.get_default_memory_pool = lambda: types.SimpleNamespace(malloc=_pooled)  # type: ignore[attr-defined]
     module.shares_memory = module.may_share_memory = may_share_memory  # type: ignore[attr-defined]
     before = sys.modules.get("cupy")
-    _here.device, _here.stream, RawModule.started = 0, Stream.null, []
+    _here.device, _here.stream, _here.allocator, RawModule.started = 0, Stream.null, None, []
     sys.modules["cupy"] = module
     try:
         yield module
