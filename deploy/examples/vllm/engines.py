@@ -75,7 +75,7 @@ def _engine(
             stdout=sink,
             stderr=sink,
             env={**kept, **SETTINGS, **env},
-            start_new_session=True,
+            process_group=0,
         )
 
     def wait() -> str:
