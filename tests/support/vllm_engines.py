@@ -10,15 +10,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
+
 import hurray_client as ht
-from support.daemon import UCX_PORTS, RunningDaemon, running_daemon
+from support.daemon import UCX_PORTS, RunningDaemon, eventually, running_daemon
+from support.scrape import scrape, series
 
 START_S = 240.0
 ANSWER_S = 180.0
@@ -48,7 +52,7 @@ class EngineProcess:
                 stderr=sink,
                 env=environment,
                 text=True,
-                start_new_session=True,
+                process_group=0,
             )
 
     def wait_ready(self) -> dict[str, Any]:
@@ -235,6 +239,39 @@ def loading(prompts: dict[str, list[int]], handles: dict[str, Any], max_tokens: 
     ]
 
 
+Tokens = dict[tuple[int | None, str], npt.NDArray[np.generic]]
+"""A prompt's cache by (layer, role): [tokens, num_heads, head_dim]."""
+
+
+def replace_snapshot(
+    client: ht.Client,
+    handle: dict[str, Any],
+    *,
+    contents: Callable[[Tokens], Tokens] = lambda kept: kept,
+    annotations: dict[str, str] | None = None,
+    lease_s: float = 60.0,
+) -> None:
+    """Put something else in the place of what a handle names, and make it name that."""
+    snapshot = handle["hurray"]["snapshots"][0]
+    with client.get(snapshot["key"], generation=snapshot["generation"]) as got:
+        kept = {
+            (tensor.layer_index, tensor.role): got.tokens(tensor.layer_index, tensor.role, 0) for tensor in got.tensors
+        }
+    kept_annotations = client.stat(snapshot["key"]).info.annotations
+    page_size, count = handle["hurray"]["block_size"], handle["hurray"]["tokens"]
+    pages = -(-count // page_size)
+    pools = {}
+    for key, rows in contents(kept).items():
+        pool = np.zeros((pages * page_size, *rows.shape[1:]), rows.dtype)
+        pool[:count] = rows
+        pools[key] = pool.reshape(pages, page_size, *rows.shape[1:])
+    other = ht.KVSnapshot.from_paged(pools, block_tables=[list(range(pages))], token_counts=[count])
+    receipt = client.put(
+        snapshot["key"] + "-other", other, lease_s=lease_s, annotations={**kept_annotations, **(annotations or {})}
+    )
+    snapshot |= {"key": receipt.key, "generation": receipt.generation}
+
+
 def random_prompts(seed: int, lengths: list[int], *, shared: int = 0) -> dict[str, list[int]]:
     """Prompts of these lengths; the first `shared` tokens are the same in all that are long enough."""
     source = random.Random(seed)
@@ -253,3 +290,27 @@ def expected(engine: EngineProcess, prompts: dict[str, list[int]], max_tokens: i
         [{"id": name, "prompt": prompt, "logprobs": 2, "max_tokens": max_tokens} for name, prompt in prompts.items()]
     )
     return {name: answer["tokens"] for name, answer in answers.items() if answer["margin"] > MIN_MARGIN}
+
+
+def refused(
+    engine: EngineProcess, daemon: RunningDaemon, prompts: dict[str, list[int]], handles: dict[str, Any], text: str
+) -> None:
+    """Each request ends as an error, for this reason; nothing was read of the node, and the engine's cache and its
+    blocks are as before."""
+    before, seen, read = engine.state(), set(engine.logged(text)), gets(daemon)
+    answers = engine.generate(loading(prompts, handles))
+    assert [(answer["finish"], answer["tokens"]) for answer in answers.values()] == [("error", [])] * len(prompts)
+    assert len(set(engine.logged(text)) - seen) == len(prompts), engine.tail()  # ranks say the same
+    assert engine.state() == before
+    assert gets(daemon) == read
+
+
+def gets(daemon: RunningDaemon) -> float:
+    """How many gets the node has served: those that came to an Accept, however they ended."""
+    running = series("hurray_transfers_running", direction="out")
+    eventually(lambda: scrape(daemon.watched, "gauge")[running] == 0, 20, "the end of all gets")
+    return sum(
+        value
+        for (name, labels), value in scrape(daemon.watched, "counter").items()
+        if name == "hurray_transfers_total" and ("direction", "out") in labels
+    )

@@ -1,6 +1,7 @@
 """Ask the connector about caches of every kind that vLLM has: run by test_refusals.py in a process of its own.
 
-Prints, by name, the field by which each is refused, or "taken".
+Prints, by name, the field by which each is refused, or "taken"; the layouts that vLLM chooses where the connector is
+asked for one; and what it says of an fp8 cache's scales.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -21,7 +24,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from hurray_client.connectors.vllm.engine import check_supported
+from hurray_client.connectors.vllm import connector
+from hurray_client.connectors.vllm.engine import check_supported, scales
 from hurray_wire.errors import Unsupported
 
 SIZE: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
@@ -66,5 +70,24 @@ def verdict(vllm_config: Any, kv_cache_config: Any) -> str:
     return "taken"
 
 
+def chosen(*supported: str) -> str:
+    """The layout that vLLM chooses for a backend of another platform than the CPU."""
+    connector.current_platform = SimpleNamespace(is_cpu=lambda: False)
+    transfer = KVTransferConfig(
+        kv_connector="HurrayConnector",
+        kv_connector_module_path="hurray_client.connectors.vllm",
+        kv_role="kv_both",
+    )
+    return str(resolve_kv_cache_layout(VllmConfig(kv_transfer_config=transfer), [list(supported)]).name)
+
+
+def layer(key: float, value: float) -> Any:
+    return SimpleNamespace(_k_scale=torch.tensor(key), _v_scale=torch.tensor(value))
+
+
 if __name__ == "__main__":
-    print(json.dumps({name: verdict(*asked) for name, asked in ASKED.items()}))
+    told: dict[str, Any] = {name: verdict(*asked) for name, asked in ASKED.items()}
+    told["layout asked of a backend that has both"] = chosen("LBHNC", "LBNHC")
+    told["layout asked of a backend that has one"] = chosen("LBHNC")
+    told["scales"] = scales({1: layer(1.0, 2.0), 0: layer(0.5, 0.25)}, "fp8")
+    print(json.dumps(told))

@@ -79,7 +79,7 @@ def others(folder: Path, model: Path, nodes: dict[str, str], trio: Trio) -> Iter
             kv_cache_dtype="fp8",
             enable_prefix_caching=False,
         ),
-        blocks_of_64=decoding(model, block_size=64),
+        blocks_of_64=options(model, kv_transfer_config=both | {"kv_load_failure_policy": "fail"}, block_size=64),
         layerwise=options(model, kv_transfer_config=layerwise),
         # So few blocks that requests are preempted.
         small=options(model, kv_transfer_config=both, num_gpu_blocks_override=40),

@@ -72,31 +72,58 @@ def test_every_answer_is_right_or_an_error(trio: Trio, others: dict[str, EngineP
 
 
 def test_loads_of_a_silent_node_end_in_time_and_can_be_aborted(trio: Trio, store: Store) -> None:
-    prompts = random_prompts(61, [100, 200])
-    handles = trio.hand_over(prompts)
+    """And the engine answers others meanwhile."""
+    prompts = random_prompts(61, [100, 200, 150])
+    wanted = expected(trio.reference, prompts)
+    handles: dict[str, Any] = trio.hand_over(prompts) | {"s61n2": None}
     before = settled([trio.decode])
     store.pause()
     try:
         answers = trio.decode.generate(loading(prompts, handles), aborts={"s61n0": 3})
     finally:
         store.resume()
-    assert (answers["s61n0"]["finish"], answers["s61n1"]["finish"]) == ("abort", "error")
+    assert [(name, answer["finish"]) for name, answer in answers.items()] == [
+        ("s61n0", "abort"),
+        ("s61n2", "length"),
+        ("s61n1", "error"),
+    ]
+    assert answers["s61n2"]["tokens"] == wanted["s61n2"]
     assert settled([trio.decode]) == before
 
 
-@pytest.mark.parametrize("kind", ["pause", "kill"])
-def test_prompts_are_answered_when_they_cannot_be_handed_over(trio: Trio, store: Store, kind: str) -> None:
-    """And the decode engine, which is told so, computes them."""
-    prompts = random_prompts(62 if kind == "pause" else 63, [50, 150])
-    wanted = expected(trio.reference, prompts)
+def test_a_request_that_is_aborted_leaves_nothing(trio: Trio) -> None:
+    """Before its prompt is computed, after it was put, and while it goes on from there: no block stays taken."""
+    prompts = random_prompts(64, [100, 200])
     before = settled([trio.prefill, trio.decode])
+    wait = [
+        {"id": name, "prompt": prompt, "max_tokens": 8, "kv": {"do_remote_decode": True}}
+        for name, prompt in prompts.items()
+    ]
+    first = trio.prefill.generate(wait, aborts={"s64n0": 0, "s64n1": 3})
+    assert [answer["finish"] for answer in first.values()] == ["abort"] * 2
+    handles = trio.hand_over(prompts)
+    ended = trio.decode.generate(loading(prompts, handles, max_tokens=64), aborts=dict.fromkeys(prompts, 40))
+    assert [answer["finish"] for answer in ended.values()] == ["abort"] * 2
+    assert settled([trio.prefill, trio.decode]) == before
+
+
+@pytest.mark.parametrize("kind", ["pause", "kill"])
+@pytest.mark.parametrize("layered", [False, True])
+def test_prompts_are_answered_when_they_cannot_be_handed_over(
+    trio: Trio, others: dict[str, EngineProcess], store: Store, kind: str, layered: bool
+) -> None:
+    """And the decode engine, which is told so, computes them."""
+    prefill = others["layerwise"] if layered else trio.prefill
+    prompts = random_prompts(620 + 2 * layered + (kind == "pause"), [50, 150])
+    wanted = expected(trio.reference, prompts)
+    before = settled([prefill, trio.decode])
     getattr(store, kind)()
     try:
         wait: list[dict[str, Any]] = [
             {"id": name, "prompt": prompt, "max_tokens": 1, "kv": {"do_remote_decode": True}}
             for name, prompt in prompts.items()
         ]
-        first = trio.prefill.generate(wait)
+        first = prefill.generate(wait)
     finally:
         (store.resume if kind == "pause" else store.start)()
     answers = trio.decode.generate(loading(prompts, {name: first[name]["kv"] for name in prompts}))
@@ -105,4 +132,4 @@ def test_prompts_are_answered_when_they_cannot_be_handed_over(trio: Trio, store:
         assert not first[name]["kv"]["do_remote_prefill"]
         assert first[name]["kv"]["hurray_error"]
         assert (answers[name]["tokens"], answers[name]["computed"]) == (tokens, len(prompts[name]))
-    assert settled([trio.prefill, trio.decode]) == before
+    assert settled([prefill, trio.decode]) == before

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
-from support.vllm_engines import BLOCK_SIZE, EngineProcess, Store, Trio, expected, loading, random_prompts
+import numpy as np
+import pytest
+
+from support.vllm_engines import (
+    BLOCK_SIZE,
+    EngineProcess,
+    Store,
+    Tokens,
+    Trio,
+    expected,
+    loading,
+    random_prompts,
+    replace_snapshot,
+)
 
 PROMPTS = int(os.environ.get("VLLM_TEST_PROMPTS", "200"))
 BATCH = 40
@@ -47,6 +61,35 @@ def test_two_hundred_prompts_are_answered_as_by_one_engine(trio: Trio) -> None:
         assert (state["free_blocks"], state["requests"], state["forgotten"]) == (free, 0, True)
 
 
+SPOILED: dict[str, Callable[[Tokens], Tokens]] = {
+    "keys for values": lambda kept: {
+        (layer, role): kept[layer, "value" if role == "key" else "key"] for layer, role in kept
+    },
+    "a layer of nothing": lambda kept: {key: 0 * rows if key[0] == 2 else rows for key, rows in kept.items()},
+    "keys of a layer a slot late in the first block": lambda kept: {
+        key: np.roll(rows[:BLOCK_SIZE], 1, axis=0) if key == (1, "key") else rows[:BLOCK_SIZE]
+        for key, rows in kept.items()
+    },
+}
+"""What a wrong hand-over could make of a prompt of one block, [tokens, num_heads, head_dim] by (layer, role)."""
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_the_answers_depend_on_the_cache(trio: Trio, store: Store, how: str) -> None:
+    """Or equal tokens would show nothing."""
+    prompts = random_prompts(37, [BLOCK_SIZE] * 12)
+    wanted = expected(trio.reference, prompts)
+    handles = trio.hand_over(prompts)
+    trio.decode.ask("reset")
+    with store.client() as client:
+        for handle in handles.values():
+            replace_snapshot(client, handle, contents=SPOILED[how])
+    answers = trio.decode.generate(loading(prompts, handles))
+    trio.decode.ask("reset")  # what is in its cache is wrong
+    assert {answer["finish"] for answer in answers.values()} == {"length"}
+    assert sum(answers[name]["tokens"] != tokens for name, tokens in wanted.items()) > len(wanted) * 3 // 4
+
+
 def test_a_beginning_that_the_decode_engine_has_is_not_loaded_again(trio: Trio) -> None:
     """Positions are explicit: what is loaded goes behind what was there."""
     first = random_prompts(31, [150], shared=100)
@@ -66,12 +109,20 @@ def test_vllm_reads_what_the_views_show(trio: Trio) -> None:
     assert compared == {"layers": 4, "slots": 97, "equal": True}
 
 
-def test_another_block_size_is_blocked_anew(trio: Trio, others: dict[str, EngineProcess]) -> None:
-    """Blocks of 32 arrive in blocks of 64: whole and partial ones, and behind a beginning that was there."""
-    prompts = random_prompts(33, [1, 2, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 200, 311, 400], shared=66)
+@pytest.mark.parametrize("sizes", [(32, 64), (64, 32)])
+def test_another_block_size_is_blocked_anew(
+    trio: Trio, others: dict[str, EngineProcess], sizes: tuple[int, int]
+) -> None:
+    """Blocks of 32 in blocks of 64 and the other way: whole and partial ones, behind a beginning that was there."""
+    if sizes == (32, 64):
+        flow = replace(trio, decode=others["blocks_of_64"])
+    else:
+        flow = replace(trio, prefill=others["blocks_of_64"])
+    lengths = [1, 2, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 200, 311, 400]
+    prompts = random_prompts(330 + sizes[0], lengths, shared=66)
     wanted = expected(trio.reference, prompts)
     for _ in range(2):  # the second time the beginning is there
-        answers = others["blocks_of_64"].generate(loading(prompts, trio.hand_over(prompts)))
+        answers = flow.decode.generate(loading(prompts, flow.hand_over(prompts)))
         for name, tokens in wanted.items():
             assert (answers[name]["tokens"], answers[name]["computed"]) == (tokens, 1), f"{len(prompts[name])} tokens"
 

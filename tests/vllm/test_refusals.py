@@ -27,17 +27,10 @@ from support.vllm_engines import (
     loading,
     options,
     random_prompts,
+    refused,
+    replace_snapshot,
     up,
 )
-
-
-def refused(engine: EngineProcess, prompts: dict[str, list[int]], handles: dict[str, Any], text: str) -> None:
-    """Each request ends as an error, for this reason; the engine's cache and its blocks are as before."""
-    before, seen = engine.state(), len(engine.logged(text))
-    answers = engine.generate(loading(prompts, handles))
-    assert [(answer["finish"], answer["tokens"]) for answer in answers.values()] == [("error", [])] * len(prompts)
-    assert len(engine.logged(text)) == seen + len(prompts), engine.tail()
-    assert engine.state() == before
 
 
 def test_caches_of_other_kinds_are_refused_by_name() -> None:
@@ -56,7 +49,13 @@ def test_caches_of_other_kinds_are_refused_by_name() -> None:
         "pipeline": "pipeline_parallel_size",
         "context": "decode_context_parallel_size",
         "speculation": "speculative_config",
+        "layout asked of a backend that has both": "LBNHC",
+        "layout asked of a backend that has one": "LBHNC",
+        "scales": {"k_scale.0": "0000003f0000803f", "v_scale.0": "0000803e00000040"},
     }
+
+
+DIFFERENT = "GEOMETRY_MISMATCH: the snapshot and what is required of it differ in"
 
 
 @pytest.mark.parametrize("field", ["kv_heads", "dtype", "cache_dtype", "layout", "weights"])
@@ -72,14 +71,52 @@ def test_a_cache_of_another_engine_is_refused_by_field(
         "layout": "offered=CPU_ATTN/vec, HND, halves, keys transposed, required=CPU_ATTN/vec16, HND",
     }
     text = texts.get(field, "offered=files ")
-    refused(
-        others[field], prompts, handles, f"GEOMETRY_MISMATCH: the snapshot and what is required of it differ in {field}"
-    )
+    refused(others[field], store.daemon, prompts, handles, f"{DIFFERENT} {field}")
     assert any(text in line for line in others[field].logged(f"field={field}"))
     with store.client() as client:  # it is still there, for an engine that it fits
         key = handles["s41n0"]["hurray"]["snapshots"][0]["key"]
         assert client.stat(key).info.annotations["kv_heads"] == "2"
     assert trio.decode.generate(loading(prompts, handles))["s41n0"]["finish"] == "length"
+
+
+FINGERPRINT = {
+    "kv_heads",
+    "head_size",
+    "layers",
+    "dtype",
+    "cache_dtype",
+    "layout",
+    "tp_rank",
+    "tp_size",
+    "model",
+    "weights",
+    "prompt",
+}
+
+
+def test_each_field_of_the_fingerprint_is_compared(trio: Trio, store: Store) -> None:
+    """The same cache each time, and one field of what it says of itself another."""
+    fields = dict(zip((f"s49n{number}" for number in range(len(FINGERPRINT))), sorted(FINGERPRINT), strict=True))
+    prompts = random_prompts(49, [40] * len(fields))
+    handles = trio.hand_over(prompts)
+    with store.client() as client:
+        for name, field in fields.items():
+            kept = client.stat(handles[name]["hurray"]["snapshots"][0]["key"]).info
+            assert set(kept.annotations) == FINGERPRINT
+            replace_snapshot(client, handles[name], annotations={field: "other"})
+    refused(trio.decode, store.daemon, prompts, handles, DIFFERENT)
+    for name, field in fields.items():
+        (line,) = trio.decode.logged(f"the cache of request {name}-")
+        assert f"{DIFFERENT} {field}: " in line or f"{DIFFERENT} {field} " in line, line
+
+
+def test_other_scales_of_an_fp8_cache_are_refused(others: dict[str, EngineProcess], store: Store) -> None:
+    engine, prompts = others["cache_dtype"], random_prompts(50, [40])
+    ask = [{"id": "s50n0", "prompt": prompts["s50n0"], "max_tokens": 1, "kv": {"do_remote_decode": True}}]
+    handles = {"s50n0": engine.generate(ask)["s50n0"]["kv"]}
+    with store.client() as client:
+        replace_snapshot(client, handles["s50n0"], annotations={"v_scale.0": "0000003f" * 4})
+    refused(engine, store.daemon, prompts, handles, f"{DIFFERENT} v_scale.0")
 
 
 def _set(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -110,12 +147,12 @@ FORGED = {
 
 
 @pytest.mark.parametrize("forgery", [name for name in FORGED if FORGED[name][1]])
-def test_a_forged_handle_is_refused(trio: Trio, forgery: str) -> None:
+def test_a_forged_handle_is_refused(trio: Trio, store: Store, forgery: str) -> None:
     prompts = random_prompts(42, [70])
     handles = deepcopy(trio.hand_over(prompts))
     change, text = FORGED[forgery]
     change(handles["s42n0"])
-    refused(trio.decode, prompts, handles, text)
+    refused(trio.decode, store.daemon, prompts, handles, text)
 
 
 def test_a_handle_that_lies_about_blocks_brings_the_right_tokens(trio: Trio) -> None:
@@ -128,13 +165,13 @@ def test_a_handle_that_lies_about_blocks_brings_the_right_tokens(trio: Trio) -> 
         assert answers[name]["tokens"] == tokens
 
 
-def test_the_handle_of_another_prompt_is_refused(trio: Trio) -> None:
+def test_the_handle_of_another_prompt_is_refused(trio: Trio, store: Store) -> None:
     prompts, others = random_prompts(44, [70]), random_prompts(45, [70])
     handles = {"s44n0": trio.hand_over(others)["s45n0"]}
-    refused(trio.decode, prompts, handles, "differ in prompt")
+    refused(trio.decode, store.daemon, prompts, handles, "differ in prompt")
 
 
-def test_no_address_out_of_a_request_is_dialled(trio: Trio) -> None:
+def test_no_address_out_of_a_request_is_dialled(trio: Trio, store: Store) -> None:
     prompts = random_prompts(46, [70])
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
@@ -142,7 +179,7 @@ def test_no_address_out_of_a_request_is_dialled(trio: Trio) -> None:
         handles = deepcopy(trio.hand_over(prompts))
         handles["s46n0"]["hurray"] |= {"node": f"{host}:{port}", "address": f"{host}:{port}"}
         handles["s46n0"] |= {"remote_host": host, "remote_port": port}
-        refused(trio.decode, prompts, handles, f"offered={host}:{port}")
+        refused(trio.decode, store.daemon, prompts, handles, f"offered={host}:{port}")
         with pytest.raises(BlockingIOError):
             server.accept()
 
@@ -150,21 +187,19 @@ def test_no_address_out_of_a_request_is_dialled(trio: Trio) -> None:
 def test_an_expired_handle_is_refused(trio: Trio, store: Store) -> None:
     prompts = random_prompts(47, [70])
     handles = trio.hand_over(prompts)
-    snapshot = handles["s47n0"]["hurray"]["snapshots"][0]
-    with store.client() as client, client.get(snapshot["key"]) as got:
-        kept = client.stat(snapshot["key"]).info.annotations
-        receipt = client.put("short", got, lease_s=0.01, annotations=kept)
-        snapshot |= {"key": "short", "generation": receipt.generation}
+    with store.client() as client:
+        replace_snapshot(client, handles["s47n0"], lease_s=0.01)
+        key = handles["s47n0"]["hurray"]["snapshots"][0]["key"]
 
         def is_gone() -> bool:
             try:
-                client.stat("short")
+                client.stat(key)
             except ht.KeyExpired:
                 return True
             return False
 
         eventually(is_gone, 20, "the end of the lease")
-    refused(trio.decode, prompts, handles, "KEY_EXPIRED")
+    refused(trio.decode, store.daemon, prompts, handles, "KEY_EXPIRED")
 
 
 def test_the_snapshot_of_another_tenant_is_refused(trio: Trio, model: Path, folder: Path, tmp_path: Path) -> None:
@@ -201,6 +236,6 @@ may = ["get", "delete"]
             ask = [{"id": "s48n0", "prompt": prompts["s48n0"], "max_tokens": 1, "kv": {"do_remote_decode": True}}]
             handles = {name: started[name].generate(ask)["s48n0"]["kv"] for name in ("open", "private")}
             assert handles["private"]["hurray"]["snapshots"][0]["key"].startswith("a/vllm-"), handles
-            refused(started["decode"], prompts, {"s48n0": handles["private"]}, "PERMISSION_DENIED")
+            refused(started["decode"], node.daemon, prompts, {"s48n0": handles["private"]}, "PERMISSION_DENIED")
             answers = started["decode"].generate(loading(prompts, {"s48n0": handles["open"]}))
             assert {name: answers[name]["tokens"] for name in wanted} == wanted
