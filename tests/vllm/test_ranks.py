@@ -54,7 +54,7 @@ def test_two_ranks_hand_over_to_two(pair: Trio, store: Store) -> None:
     for _ in range(2):  # the second time the beginning is there
         answers = pair.decode.generate(loading(prompts, handles))
         for name, tokens in wanted.items():
-            assert (answers[name]["tokens"], answers[name]["computed"]) == (tokens, 1), f"{len(prompts[name])} tokens"
+            assert (answers[name]["tokens"], answers[name].get("computed")) == (tokens, 1), len(prompts[name])
         handles = pair.hand_over(prompts)
 
 
