@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from hurray_wire import session as s
+from hurray_wire.cpus import keep_to
 from hurray_wire.errors import (
     Cancelled,
     DataPlaneUnavailable,
@@ -96,7 +97,7 @@ class _Transfer:
 
 class DataPlane:
     """See the module. `transports`: what makes each kind, called in the thread when it is first wanted;
-    `on_peer_lost(peer, error)` is called there, too.
+    `on_peer_lost(peer, error)` is called there, too. `cpus`: those that the thread is kept to; None: all.
     """
 
     def __init__(
@@ -106,11 +107,13 @@ class DataPlane:
         on_peer_lost: Callable[[int, HurrayError], None] = lambda _peer, _error: None,
         stall_s: float = STALL_S,
         drain_s: float = DRAIN_S,
+        cpus: frozenset[int] | None = None,
     ) -> None:
         self.incarnation: Final = uuid.uuid4().int >> 64
         self.unknown_tag_count = 0
         self._stall_s = stall_s
         self._drain_s = drain_s
+        self._cpus = cpus
         self._numbers = itertools.count(1)
         self._commands: deque[Callable[[], None]] = deque()
         self._transfers: dict[int, _Transfer] = {}
@@ -137,6 +140,8 @@ class DataPlane:
         nothing runs."""
         self._thread.start()
         try:
+            if self._cpus is not None:
+                self._keep_to(self._cpus)
             self.start_transports(tuple(self._peers.makers) if kinds is None else kinds)
         except HurrayError:
             self._submit(self._begin_stop)
@@ -159,6 +164,13 @@ class DataPlane:
             raise DataPlaneUnavailable(
                 "the transports did not start in time", stage="start", transport=", ".join(kinds)
             ) from None
+
+    def _keep_to(self, cpus: frozenset[int]) -> None:
+        def keep(done: Future[None]) -> None:
+            keep_to(cpus)
+            done.set_result(None)
+
+        self._call(keep).result(START_S)
 
     def stop(self) -> None:
         """Fail what runs with Cancelled, close every connection, end the thread. Safe to call twice."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from hurray_client.config import ClientConfig, load_config
 from hurray_wire import cuda
+from hurray_wire.cpus import read_cpus
 from hurray_wire.credentials import Credentials
 from hurray_wire.dataplane import DataPlane
 from hurray_wire.errors import HurrayError, Misuse
@@ -49,6 +50,7 @@ class LocalDataPlane:
             # A process that has pages on a GPU by then will want to send them.
             "ucx": lambda: UcxTransport(with_cuda(ucx) if cuda.in_use() else ucx),
         }
+        self._cpus = config.cpus
         self.memory: Final = MemoryPool()
         """What gets receive into."""
         self._lock = threading.Lock()
@@ -70,7 +72,8 @@ class LocalDataPlane:
             if self._closed:
                 raise Misuse("the data plane is closed")
             if self._running is None or not self._running.running or self._running.worn:
-                running = DataPlane(self._makers, on_peer_lost=self._lost)
+                cpus = None if self._cpus is None else read_cpus(self._cpus)
+                running = DataPlane(self._makers, on_peer_lost=self._lost, cpus=cpus)
                 running.start(())
                 if self._running is None:
                     atexit.register(self.close)

@@ -62,6 +62,9 @@ class MoverConfig:
     gpu: int | None = None
     """The GPU that has the arena; None: the host."""
 
+    cpus: str | None = None
+    """Those that the data-plane thread is kept to; None: all."""
+
     def to_json(self) -> str:
         """As an argument."""
         return json.dumps(asdict(self), default=str)  # paths

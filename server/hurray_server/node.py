@@ -67,6 +67,7 @@ class Node:
                 log_level=config.log.level,
                 log_format=config.log.format,
                 gpu=config.arena.gpu,
+                cpus=config.transfers.cpus,
             ),
             on_up=self._mover_up,
             on_down=self._mover_down,

@@ -86,6 +86,7 @@ TLS = {"certificate": "c", "key": "k", "ca": "ca"}
         ({"leases": {"default_s": 10, "max_s": 5}}, "leases"),
         ({"transfers": {"chunk_bytes": 5000}}, "transfers.chunk_bytes"),
         ({"transfers": {"window": 0}}, "transfers.window"),
+        ({"transfers": {"cpus": "3-1"}}, "transfers.cpus"),
         ({"log": {"level": "loud"}}, "log.level"),
         ({"node": ""}, "node"),
         ({"ucx": {"trusted": ["10.0.0.0/33"]}}, "ucx.trusted"),
@@ -160,7 +161,7 @@ def test_a_snapshot_is_never_larger_than_the_arena() -> None:
 
 def test_what_a_mover_is_told_survives_the_command_line() -> None:
     config: Config = load_config(None, {"ucx": {"tls": ["tcp", "rc"]}, "shm": {"path": "/tmp/é"}})
-    told = MoverConfig(1 << 20, True, config.transports_config, config.wire_limits, "info", "json")
+    told = MoverConfig(1 << 20, True, config.transports_config, config.wire_limits, "info", "json", cpus="1-2")
     assert MoverConfig.from_json(told.to_json()) == told
 
 
