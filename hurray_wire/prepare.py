@@ -102,6 +102,8 @@ class PreparedSnapshot:
         with place_of(self.snapshot.device).work():
             for number in range(self._copied_count, tensor_count):
                 tensor, descriptor = self.snapshot.tensors[number], tensors[number].descriptor
+                if descriptor.quantization is None and self._page_bytes[number] is not None:
+                    continue  # pages are all it has
                 parameters = compact_parameters(tensor.descriptor, tensor.buffers, self.compaction)
                 buffers = (None, None, None, *parameters)
                 scrub_parameters(descriptor, buffers, self.compaction.live)

@@ -73,7 +73,7 @@ _log = structlog.get_logger("hurray.mover")
 _SWITCH_INTERVAL_S: Final = 0.0005
 """How soon a thread that waits for the interpreter gets it: the data-plane thread shares it with the command reader."""
 
-_LATE_TENSORS: Final = 8
+_LATE_TENSORS: Final = 128
 _LATE_SEQUENCES: Final = 1024
 """The plan of an offer of no more is made in the data-plane thread, while the source hears that it may begin."""
 

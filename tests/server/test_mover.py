@@ -27,7 +27,7 @@ BLOCKED_S = 0.2
 class LosingPlane:
     """A data plane that connects, and loses the connection, before the order to connect has returned."""
 
-    def __init__(self, _transports: Any, *, on_peer_lost: Any) -> None:
+    def __init__(self, _transports: Any, *, on_peer_lost: Any, **_: Any) -> None:
         self._on_peer_lost = on_peer_lost
         self.thread = threading.Thread(target=self._lose)
 

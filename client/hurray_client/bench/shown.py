@@ -144,10 +144,11 @@ def _machine(found: Found) -> str:
     took = f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"
     memory = f"{machine['memory_bytes'] / (1 << 30):.0f} GiB"
     packages = [f"Python {machine['python']}", *(f"{name} {one}" for name, one in machine["packages"].items())]
+    settings = [f"{name}={value}" for name, value in found["settings"].items()]
     ucx = re.sub(r" from \S+,", ",", found["ucx"])  # where it lies there is nobody's business
     return "\n".join(
         (
-            f"- `{found['command']}`: {found['rounds']} rounds, {took}",
+            f"- `{' '.join([*settings, found['command']])}`: {found['rounds']} rounds, {took}",
             f"- {machine['cores']} cores of {machine['cpu']}, {memory}, Linux {machine['kernel']}",
             f"- {', '.join(packages)}",
             f"- {ucx}",
