@@ -28,14 +28,18 @@ _GEOMETRY: Final = [item.name for item in fields(Descriptor) if item.name not in
 
 _geometry: Final[Callable[[Descriptor], tuple[Any, ...]]] = attrgetter(*_GEOMETRY)
 
+_setters: Final = [getattr(Descriptor, name).__set__ for name in (*_GEOMETRY, "kv_role", "layer_index")]
+
 
 def placed(descriptor: Descriptor, kv_role: int, layer_index: int | None) -> Descriptor:
     """The descriptor of a tensor that is alike, of another role and layer."""
     if descriptor.kv_role == kv_role and descriptor.layer_index == layer_index:
         return descriptor
-    # dataclasses.replace takes several times as long.
-    alike = dict(zip(_GEOMETRY, _geometry(descriptor), strict=True))
-    return Descriptor(**alike, kv_role=kv_role, layer_index=layer_index)
+    # By its slots: dataclasses.replace takes several times as long, and all tensors of a snapshot come through here.
+    alike = object.__new__(Descriptor)
+    for set_field, value in zip(_setters, (*_geometry(descriptor), kv_role, layer_index), strict=True):
+        set_field(alike, value)
+    return alike
 
 
 def change_each(descriptors: Iterable[Descriptor], change: Callable[[Descriptor], Descriptor]) -> Iterator[Descriptor]:

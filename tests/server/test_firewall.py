@@ -465,8 +465,12 @@ class Link:
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.opened = ("shm", "ucx")
 
+    @property
+    def transports(self) -> list[pb.Transport]:
+        return [pb.Transport(kind=kind) for kind in ("shm", "ucx")]
+
     def require_up(self, _: str) -> mpb.MoverStarted:
-        return mpb.MoverStarted(transports=[pb.Transport(kind=kind) for kind in ("shm", "ucx")])
+        return mpb.MoverStarted(transports=self.transports)
 
     async def open_peer(self, *_: object) -> tuple[str, ...]:
         self.events.append("open")
