@@ -464,6 +464,7 @@ class Link:
         self.events = events
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.opened = ("shm", "ucx")
+        self.usage = mpb.MoverUsage()
 
     @property
     def transports(self) -> list[pb.Transport]:
