@@ -261,6 +261,7 @@ class ViewTarget:
         self._index: Bytes | None = None
         self._parameters: dict[tuple[int, int], Bytes] = {}
         self._live: npt.NDArray[np.uint32] | None = None
+        self._summary: TargetSummary | None = None
 
     def reserve(self) -> None:
         """See TargetPayload: the index; parameters are copied when they are there."""
@@ -314,12 +315,13 @@ class ViewTarget:
             buffers = self.buffers(tensor)
             check_parameters(descriptor, buffers, self._live)
             scrub_parameters(descriptor, buffers, self._live)
+        assert self.structure is not None
+        self._summary = summarise(self.plan, self.structure, self._live, 0)
 
     def summary(self) -> TargetSummary:
         """See TargetPayload."""
-        assert self.structure is not None
-        assert self._live is not None
-        return summarise(self.plan, self.structure, self._live, 0)
+        assert self._summary is not None, "not before the contents are checked"
+        return self._summary
 
     def settling(self) -> None:
         """Nothing to do: what is mapped is the source's."""
