@@ -28,7 +28,7 @@ import re
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -76,6 +76,8 @@ _OK, _TRUNCATED = 0, -9
 _FABRICS = ("rc", "dc", "ud", "cuda", "gdr", "rocm", "ze")
 """How the names of UCX's transports begin that are more than sockets and the memory of one host."""
 
+_RDMA = ("rc", "dc", "ud")
+
 _ENVIRONMENT_AT_LOAD = {
     "UCX_DEBUG_SIGNO": "0",  # else UCX takes SIGHUP
     "UCX_HANDLE_ERRORS": "none",  # else it may take SIGSEGV and the like, which are faulthandler's
@@ -119,6 +121,16 @@ def loaded_ucx() -> dict[str, str]:
     ucxx = _load_ucxx()
     context = ucxx.lib.UCXContext({"TLS": "all"}, (ucxx.lib.Feature.TAG, ucxx.lib.Feature.WAKEUP))
     return {"version": ucxx.version, "path": ucxx.path, "transports": ",".join(sorted(_transports_of(context)))}
+
+
+def reaches_gpus(transports: Collection[str], net_devices: Sequence[str]) -> bool:
+    """Whether UCX moves memory of GPUs by these transports, over these devices, without the host's: within a host by
+    cuda_ipc, between hosts by RDMA. Where it has but sockets between hosts it takes such memory, too, and stages it by
+    itself: nobody would hear of it."""
+    if not any(name.startswith("cuda") for name in transports):
+        return False
+    within_host = "cuda_ipc" in transports and all(device == "lo" for device in net_devices)
+    return within_host or any(name.startswith(_RDMA) for name in transports)
 
 
 def _transports_of(context: Any) -> set[str]:
@@ -373,7 +385,7 @@ class UcxTransport(Transport):
         self._stirred = False
         opened_before = _sockets.open_sockets()
         self._context, self._worker = self._start()
-        self.takes_device_memory = any(name.startswith("cuda") for name in _transports_of(self._context))
+        self.takes_device_memory = reaches_gpus(_transports_of(self._context), config.net_devices)
         self._ports = _sockets.listening_ports(config.first_port, config.last_port, opened_before=opened_before)
         self._guard_sockets((), opened_before)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hurray_client.bench import gpu
+from hurray_client.bench.processes import BenchError
 from hurray_client.cli.main import app
 from hurray_wire import cuda
 from support.fake_cuda import fake_cuda, needs_compiler
@@ -52,7 +54,7 @@ def test_a_table_says_what_was_met() -> None:
     bench = type("Bench", (), {"cases": dict.fromkeys(samples.keys() - {"put"}), "name": "GPU"})
     receipts = {"put_mix64": {"transport": "ucx", "checksum": "mix64", "staged_bytes": 0}}
 
-    found = gpu._found(bench, gpu.Scale(rounds=2), samples, {}, receipts)  # type: ignore[arg-type]
+    found = gpu._found(bench, gpu.Scale(rounds=2), samples, facts=receipts, skipped={}, failed={})  # type: ignore[arg-type]
 
     shown = {name: met for name, _, _, met in gpu.rows(found)}
     assert shown["gather, of the copy"] == "yes"
@@ -61,3 +63,26 @@ def test_a_table_says_what_was_met() -> None:
     assert shown["index of 1.5 million entries, ms"] == "yes"
     assert found["ratios"]["put"]["median"] == 0.05
     assert found["ratios"]["checksum"]["median"] == 0.5
+
+
+@needs_compiler
+def test_a_part_that_fails_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dead:
+        def __init__(self, *_: object) -> None:
+            raise BenchError("the node does not start")
+
+    def broken() -> float:
+        raise BenchError("lost")
+
+    monkeypatch.setattr(gpu, "Worker", Dead)
+    monkeypatch.setattr(gpu, "_INDEX_ENTRIES", 3000)
+    monkeypatch.setattr(gpu, "_nixl", lambda *_: broken)
+    monkeypatch.setattr(gpu, "QUICK", gpu.Scale(64 * gpu._PAGE_BYTES, 64 * gpu._PAGE_BYTES, 2))
+    with fake_cuda():
+        shown = CliRunner().invoke(app, ["bench", "--device", "cuda", "--quick", "--json"])
+
+    assert shown.exit_code == 1
+    found = json.loads(shown.stdout)
+    assert found["failed"] == {"put": "the node does not start", "nixl": "lost"}
+    assert found["ratios"].keys() == {"gather", "scatter", "gather_host_ids", "scatter_host_ids", "checksum"}
+    assert [len(row) for row in gpu.rows(found)] == [4] * 9

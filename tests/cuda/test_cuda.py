@@ -14,7 +14,7 @@ import pytest
 from hurray_wire import cuda
 from hurray_wire.errors import InvalidRequest, Unsupported
 from hurray_wire.memory import copy_into, device_of
-from hurray_wire.transport.ucx import _Seal
+from hurray_wire.transport.ucx import _Seal, reaches_gpus
 from hurray_wire.transport.ucx_config import UcxConfig, with_cuda
 from support.fake_cuda import (
     Device,
@@ -98,6 +98,24 @@ def test_other_names_are_refused(name: str) -> None:
 def test_ucx_is_told_of_gpus_once() -> None:
     assert with_cuda(UcxConfig()).tls == ("tcp", "cuda")
     assert with_cuda(UcxConfig(tls=("tcp", "cuda_ipc"))).tls == ("tcp", "cuda_ipc")
+
+
+@pytest.mark.parametrize(
+    ("transports", "devices", "reaches"),
+    [
+        ("tcp cma self", ["lo"], False),
+        ("tcp cuda_copy", ["lo"], False),
+        ("tcp cuda_copy cuda_ipc", ["lo"], True),
+        ("tcp cuda_copy cuda_ipc", ["eth0"], False),  # UCX would go through the host, and not say so
+        ("tcp cuda_copy cuda_ipc", ["lo", "eth0"], False),
+        ("tcp cuda_copy cuda_ipc rc_mlx5", ["mlx5_0:1"], True),
+        ("tcp rc_mlx5", ["mlx5_0:1"], False),
+    ],
+)
+def test_ucx_is_given_memory_of_gpus_where_it_goes_without_the_host(
+    transports: str, devices: list[str], reaches: bool
+) -> None:
+    assert reaches_gpus(transports.split(), devices) == reaches
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

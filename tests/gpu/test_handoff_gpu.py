@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import hurray_client as ht
+from hurray_wire.destination import Destination
 from hurray_wire.errors import CapabilityMismatch
 from hurray_wire.snapshot import KVSnapshot
 from support.daemon import UCX_PORTS, RunningDaemon, running_daemon
@@ -19,6 +20,9 @@ PAGES, PAGE = 96, (16, 8, 128)
 TABLES = [[5, 9, 3, 70], [5, 9], [], [95, 0, 17]]
 COUNTS = [50, 32, 0, 33]
 POISON = 0x9A9A  # no random word
+ARENA_BYTES = 1 << 30
+LARGE_PAGES = 2000
+"""Pages of each of eight pools of 32 KiB pages: 500 MiB, in many chunks."""
 PORTS = {"HURRAY_UCX__FIRST_PORT": str(UCX_PORTS[0]), "HURRAY_UCX__LAST_PORT": str(UCX_PORTS[1])}
 
 
@@ -30,13 +34,13 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def on_gpu() -> Iterator[RunningDaemon]:
-    with running_daemon(arena_bytes=256 << 20, env={"HURRAY_ARENA__DEVICE": "cuda:0"}) as daemon:
+    with running_daemon(arena_bytes=ARENA_BYTES, env={"HURRAY_ARENA__DEVICE": "cuda:0"}, noise="") as daemon:
         yield daemon
 
 
 @pytest.fixture(scope="module")
 def on_host() -> Iterator[RunningDaemon]:
-    with running_daemon(arena_bytes=256 << 20, env={"HURRAY_UCX__TLS": "tcp,cuda"}) as daemon:
+    with running_daemon(arena_bytes=ARENA_BYTES, env={"HURRAY_UCX__TLS": "tcp,cuda"}, noise="") as daemon:
         yield daemon
 
 
@@ -88,6 +92,69 @@ def test_from_gpu_to_gpu_and_back_into_pages(gpu: Any, on_gpu: RunningDaemon, ch
         assert (left[[0, 5, *range(9, PAGES)]] == POISON).all()
         assert not left[4, 2:].any()  # dead slots are clear
         assert not (left[[8, 7, 6, 1, 2]] == POISON).any()
+
+
+def test_scales_go_with_their_pages(gpu: Any, on_gpu: RunningDaemon) -> None:
+    import cupy
+
+    rng = np.random.default_rng()
+    shape = (PAGES, *PAGE)
+
+    def made(fill: int | None) -> tuple[dict[Any, Any], dict[Any, ht.Quantized]]:
+        caches, quantized = {}, {}
+        for key in ((None, "key"), (None, "value")):
+            words = rng.integers(-99, 99, shape, np.int8) if fill is None else np.full(shape, fill, np.int8)
+            scales = rng.uniform(0.5, 2, shape[:2]) if fill is None else np.full(shape[:2], fill)
+            zeros = rng.integers(-9, 9, shape[:2], np.int32) if fill is None else np.full(shape[:2], fill, np.int32)
+            caches[key] = cupy.asarray(words)
+            quantized[key] = ht.Quantized.per_block(
+                PAGE[0], cupy.asarray(scales.astype(np.float16)), cupy.asarray(zeros)
+            )
+        return caches, quantized
+
+    source, source_scales = made(None)
+    sent = KVSnapshot.from_paged(source, block_tables=TABLES, token_counts=COUNTS, quantization=source_scales)
+    own, scales = made(100)
+    into = Destination.from_paged(own, block_tables=[[8, 7, 6, 4], [8, 7], [], [1, 2, 3]], quantization=scales)
+    with ht.connect(on_gpu.address, transports=["ucx"]) as client:
+        receipt = client.put("q", sent)
+        back = client.get("q", into=into)
+        client.delete("q")
+
+    assert (receipt.staged_bytes, receipt.dirty_dead_slot_count) == (0, 0)
+    for seq in range(len(COUNTS)):
+        mine, theirs = (item.tokens(None, "key", seq, dequantize=True) for item in (back, sent))
+        assert np.array_equal(mine, theirs)
+    for scale, zero in (item.parameters for item in scales.values()):
+        assert (scale.get()[[0, 5, *range(9, PAGES)]] == 100).all()
+        assert (scale.get()[4, 2:] == 1).all()
+        assert not zero.get()[4, 2:].any()
+
+
+def test_a_large_snapshot_in_many_chunks(gpu: Any, on_gpu: RunningDaemon) -> None:
+    import cupy
+
+    rng = np.random.default_rng()
+    pages = LARGE_PAGES
+    with gpu.work():
+        caches: dict[Any, Any] = {
+            (layer, role): cupy.asarray(rng.integers(1, 1 << 15, (pages, *PAGE), np.uint16)).view(np.float16)
+            for layer in range(4)
+            for role in ("key", "value")
+        }
+        own = {key: cupy.full((pages, *PAGE), POISON, dtype=np.uint16).view(np.float16) for key in caches}
+    order, places = rng.permutation(pages), rng.permutation(pages)
+    sent = KVSnapshot.from_paged(caches, block_tables=[order[:-1]], token_counts=[(pages - 1) * PAGE[0]])
+    with ht.connect(on_gpu.address, transports=["ucx"]) as client:
+        receipt = client.put("large", sent)
+        client.get("large", into=own, block_tables=[places[:-1]])
+        client.delete("large")
+
+    assert receipt.staged_bytes == 0
+    for key, pool in own.items():
+        found, wanted = pool.get().view(np.uint16), caches[key].get().view(np.uint16)
+        assert np.array_equal(found[places[:-1]], wanted[order[:-1]])
+        assert (found[places[-1]] == POISON).all()
 
 
 def test_between_gpu_and_host_only_on_request(gpu: Any, on_host: RunningDaemon) -> None:

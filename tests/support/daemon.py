@@ -6,6 +6,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -144,8 +145,10 @@ def environment(**settings: str) -> dict[str, str]:
 
 
 def command(*arguments: str) -> list[str]:
-    """hurrayd, as people start it."""
-    return [str(Path(sys.executable).with_name("hurrayd")), *arguments]
+    """hurrayd, as people start it: that of this environment, else of the path."""
+    found = shutil.which("hurrayd", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    assert found is not None, "there is no hurrayd"
+    return [found, *arguments]
 
 
 @contextmanager

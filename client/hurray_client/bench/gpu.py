@@ -39,7 +39,7 @@ _LAYERS: Final = 32
 _SEQ_PAGES: Final = 128
 _DEAD_PART: Final = 0.03
 _INDEX_ENTRIES: Final = 1_500_000
-_TIMEOUT_S: Final = 120.0
+_TIMEOUT_S: Final = 60.0
 
 _DEVICE: Final = "HURRAYBENCH_DEVICE"
 """Environment of workers: their GPU."""
@@ -70,57 +70,83 @@ QUICK: Final = Scale(kernel_bytes=512 * MIB, put_bytes=1024 * MIB, rounds=5)
 
 
 def run(scale: Scale, device: str, progress: Progress, *, peers: bool = True) -> dict[str, Any]:
-    """Run all of it. Raises Unsupported, with the reason, where there is no such GPU; BenchError."""
+    """Run all of it; what fails is left out, and named with the reason. Raises Unsupported, with the reason, where
+    there is no such GPU."""
     number = cuda.read_device(device)
     assert number is not None
     place = cuda.gpu(number)
-    samples: dict[str, list[float]] = {}
     skipped: dict[str, str] = {}
+    failed: dict[str, str] = {}
     facts: dict[str, Any] = {}
     progress.step("preparing pools")
     bench = Kernels(place, scale.kernel_bytes)
     cases: dict[str, Callable[[], float]] = dict(bench.cases)
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hurray-bench-"))
-        progress.step("starting hurrayd")
-        # The arena holds one snapshot, and what of the last one is still being given back.
-        arena_bytes = 2 * scale.put_bytes + 256 * MIB
         env = {"HURRAY_ARENA__DEVICE": device, "HURRAY_UCX__TLS": "tcp,cuda", _DEVICE: device}
-        node = stack.enter_context(Worker("node", env)).ask("start", folder=folder, arena_bytes=arena_bytes)
-        engine = stack.enter_context(Worker("gpu_engine", env))
-        engine.ask("open", address=node["address"], folder=folder, nbytes=scale.put_bytes)
-
-        def put(checksum: str) -> float:
-            done = engine.ask("put", checksum=checksum)
-            facts[f"put_{checksum}"] = done["receipt"]
-            return float(done["seconds"])
-
-        cases |= {"put": lambda: put("mix64"), "put_unchecked": lambda: put("none")}
+        try:
+            cases |= _puts(stack, env, scale, facts, progress)
+        except BenchError as error:
+            failed["put"] = str(error)
         if peers:
             try:
                 cases["nixl"] = _nixl(stack, env, scale.put_bytes)
             except BenchError as error:
                 skipped["nixl"] = str(error)
-        _rounds(cases, scale.rounds, samples, progress)
-    return _found(bench, scale, samples, skipped, facts)
+        samples = _rounds(cases, scale.rounds, failed, progress)
+    return _found(bench, scale, samples, facts=facts, skipped=skipped, failed=failed)
+
+
+def _puts(
+    stack: ExitStack, env: dict[str, str], scale: Scale, facts: dict[str, Any], progress: Progress
+) -> dict[str, Callable[[], float]]:
+    """Puts of one process to a node of another; `facts` gets their receipts."""
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hurray-bench-"))
+    progress.step("starting hurrayd")
+    # The arena holds one snapshot, and what of the last one is still being given back.
+    arena_bytes = 2 * scale.put_bytes + 256 * MIB
+    node = stack.enter_context(Worker("node", env)).ask("start", folder=folder, arena_bytes=arena_bytes)
+    engine = stack.enter_context(Worker("gpu_engine", env))
+    engine.ask("open", address=node["address"], folder=folder, nbytes=scale.put_bytes)
+
+    def put(checksum: str) -> float:
+        done = engine.ask("put", checksum=checksum)
+        facts[f"put_{checksum}"] = done["receipt"]
+        return float(done["seconds"])
+
+    return {"put": lambda: put("mix64"), "put_unchecked": lambda: put("none")}
 
 
 def _rounds(
-    cases: dict[str, Callable[[], float]], rounds: int, samples: dict[str, list[float]], progress: Progress
-) -> None:
-    for case in cases.values():
-        case()  # compiles kernels, opens handles, takes staging memory
-    for number in range(rounds):
-        progress.rounds(number, rounds)
-        turn = list(cases) if number % 2 == 0 else list(reversed(cases))
+    cases: dict[str, Callable[[], float]], rounds: int, failed: dict[str, str], progress: Progress
+) -> dict[str, list[float]]:
+    """Seconds of each case in each round. The first round is left out: it compiles kernels, opens handles, takes
+    staging memory. A case that fails is not run again, and left out; `failed` gets the reason."""
+    samples: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(rounds + 1):
+        progress.rounds(max(0, number - 1), rounds)
+        turn = list(samples) if number % 2 == 0 else list(reversed(samples))
         for place, name in enumerate(turn):
-            progress.step(name, number + place / len(turn))
-            samples.setdefault(name, []).append(cases[name]())
+            progress.step(name, max(0, number - 1) + place / len(turn))
+            try:
+                seconds = cases[name]()
+            except BenchError as error:
+                failed[name] = str(error)
+                del samples[name]
+                continue
+            if number:
+                samples[name].append(seconds)
     progress.rounds(rounds, rounds)
+    return samples
 
 
 def _found(
-    bench: Kernels, scale: Scale, samples: dict[str, list[float]], skipped: dict[str, str], facts: dict[str, Any]
+    bench: Kernels,
+    scale: Scale,
+    samples: dict[str, list[float]],
+    *,
+    facts: dict[str, Any],
+    skipped: dict[str, str],
+    failed: dict[str, str],
 ) -> dict[str, Any]:
     moved = dict.fromkeys(bench.cases, 2 * scale.kernel_bytes) | dict.fromkeys(samples, 2 * scale.put_bytes)
     moved |= dict.fromkeys(bench.cases, 2 * scale.kernel_bytes) | {"checksum": scale.kernel_bytes}
@@ -144,7 +170,7 @@ def _found(
         "index_ms": {"median": statistics.median(samples["index"]) * 1e3, "goal_most": INDEX_MOST_MS},
         "receipts": facts,
         "skipped": skipped,
-        "failed": [],
+        "failed": failed,
     }
 
 

@@ -96,8 +96,10 @@ def _show_gpu(found: dict[str, Any], as_json: bool) -> None:
         output.show_json(found)
     else:
         output.show_rows(("on " + found["device"], "median", "goal", "met"), gpu.rows(found))
-        for name, reason in found["skipped"].items():
-            output.show(Text(f"{name}: {reason}", style="dim"))
+        for name, reason in (found["skipped"] | found["failed"]).items():
+            output.show(Text(f"{name}: {reason}", style="red" if name in found["failed"] else "dim"))
+    if found["failed"]:
+        raise typer.Exit(output.Exit.FAILED)
 
 
 def _run(plan: Plan, plot: Path | None) -> dict[str, Any]:
