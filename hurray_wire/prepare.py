@@ -135,9 +135,10 @@ class PreparedSnapshot:
         assert 0 <= first_page <= first_page + page_count <= self.num_pages
         pool = self._pool(tensor_index)
         if is_on_device(pool) and not is_on_device(out):
-            there = empty_beside(pool, out.nbytes)
-            self.fill(tensor_index, first_page, page_count, there)
-            copy_into(out.reshape(-1), there)
+            with place_of(self.snapshot.device).work():
+                there = empty_beside(pool, out.nbytes)
+                self.fill(tensor_index, first_page, page_count, there)
+                copy_into(out.reshape(-1), there)
             return
         rows = out.reshape(page_count, page_bytes)
         gather(pool, self._page_ids[first_page : first_page + page_count], rows)

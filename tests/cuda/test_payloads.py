@@ -154,6 +154,22 @@ def test_pages_may_change_between_gpu_and_host(world: World, to_gpu: bool) -> No
     assert {item.device_tag for item in target.summary().descriptors} == {int(to_gpu)}
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_pages_of_any_gpu_are_read_by_a_thread_that_is_on_another(layout: str) -> None:
+    filled = []
+    arrays = caches(1)
+    for source in (arrays, on_host(arrays)):
+        snapshot = KVSnapshot.from_paged(
+            source, block_tables=[[5, 1, 7, 0, 2]], token_counts=[9], element_type="float16", layout=layout
+        )
+        prepared = prepare(snapshot)
+        out = np.empty((3, prepared.tensors[1].descriptor.page_bytes or 0), np.uint8)
+        prepared.fill(1, 0, 3, out)
+        filled.append((out.tobytes(), snapshot.tokens(1, "value", 0).tobytes()))
+
+    assert filled[0] == filled[1]
+
+
 @pytest.mark.parametrize("in_host", [False, True])
 def test_a_held_image_goes_out_from_staging_never_from_where_it_is(world: World, in_host: bool) -> None:
     plan, image = reference(caches(0))

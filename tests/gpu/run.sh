@@ -154,8 +154,8 @@ if timeout --kill-after 10 150 hurray-bench --device cuda ${quick[@]+"${quick[@]
   >"$out/bench.json" 2>"$out/bench.txt"; then
   rows+=("benchmark|ran|$out/bench.json")
 else
-  failed=1
   rows+=("benchmark|FAILED ($?)|$out/bench.txt")
+  failed=1
   tail -n 15 "$out/bench.txt" >&2
 fi
 
