@@ -16,6 +16,7 @@ from gpu.test_handoff_gpu import (
     test_between_gpu_and_host_only_on_request,
     test_from_gpu_to_gpu_and_back_into_pages,
     test_scales_go_with_their_pages,
+    test_the_callers_stream_and_device_stay_current,
 )
 from hurray_wire import cuda
 from support.fake_cuda import BUILT_KERNELS, build_kernels, fake_cuda, let_ucx_take_it, needs_compiler
@@ -31,6 +32,7 @@ __all__ = [
     "test_between_gpu_and_host_only_on_request",
     "test_from_gpu_to_gpu_and_back_into_pages",
     "test_scales_go_with_their_pages",
+    "test_the_callers_stream_and_device_stay_current",
 ]
 
 

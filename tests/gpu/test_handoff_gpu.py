@@ -198,3 +198,17 @@ def test_a_put_follows_the_stream_that_fills_the_pages(gpu: Any, on_gpu: Running
             with client.get("d", via_host=True) as got:
                 assert (got.tokens(0, "key", 0).view(np.uint16) == number).all()
         client.delete("d")
+
+
+def test_the_callers_stream_and_device_stay_current(gpu: Any, on_gpu: RunningDaemon) -> None:
+    import cupy
+
+    caches, own = pools(gpu), pools(gpu, POISON)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream, ht.connect(on_gpu.address, transports=["ucx"]) as client:
+        client.put("e", snapshot_of(caches))
+        client.get("e", into=own, block_tables=TABLES)
+        client.delete("e")
+
+        assert cupy.cuda.get_current_stream() == stream
+        assert cupy.cuda.Device().id == gpu.device_id
