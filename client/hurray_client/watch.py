@@ -73,6 +73,9 @@ def report(before: Scrape, after: Scrape) -> dict[str, Any]:
             "draining": bool(after.value("hurray_draining")),
             "mover_up": bool(after.value("hurray_mover_up")),
             "mover_restarts": int(after.value("hurray_mover_restarts_total")),
+            "transports": {
+                kind: "up" if up else "down" for (kind,), up in after.by("hurray_transport_up", "transport").items()
+            },
             "peers": int(after.value("hurray_sessions")),
             "running": {way: int(n) for (way,), n in after.by("hurray_transfers_running", "direction").items()},
         },

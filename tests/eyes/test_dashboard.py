@@ -139,6 +139,7 @@ def test_the_same_as_text() -> None:
         "draining": False,
         "mover_up": True,
         "mover_restarts": 0,
+        "transports": {"shm": "up", "tcp": "up"},
         "peers": 0,
         "running": {"in": 0, "out": 0},
     }
