@@ -56,8 +56,9 @@ PROOF_S: Final = 1.0
 STAGING: Final = "staging"
 """The stage of a small put before its offer: what fails there is this process's, whatever its kind."""
 
-_BEFORE_ANSWER: Final = frozenset({None, STAGING, "connect", "session", "offer", "retry"})
-"""Stages of an attempt in which the node has not yet said what became of an earlier one; None: before it began."""
+_BEFORE_ANSWER: Final = frozenset({None, STAGING, "connect", "session", "offer", "retry", "drain"})
+"""Stages of an attempt in which the node has not yet said what became of an earlier one; None: before it began; drain:
+the data plane ended under it."""
 
 UNREACHED_TRIES: Final = 3
 """Sessions in a row that reach a node's control plane and by no transport its data plane, before that is taken for what

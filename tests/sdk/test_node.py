@@ -464,6 +464,7 @@ def test_settings_that_make_no_sense(monkeypatch: pytest.MonkeyPatch, name: str,
         (ht.InvalidContents("not read", stage="staging"), ht.OutcomeUnknown),
         (ht.InvalidContents("no value", stage="pages"), ht.InvalidContents),
         (ht.ProtocolViolation("no window", stage="offer"), ht.OutcomeUnknown),
+        (ht.DataPlaneUnavailable("the data plane of this process is gone", stage="drain"), ht.OutcomeUnknown),
         (ht.ProtocolViolation("unexpected message", stage="pages"), ht.OutcomeUnknown),
     ],
 )
