@@ -278,9 +278,7 @@ class PutTransfer(Transfer[pb.TargetMessage]):
         )
         self.snapshot = snapshot
         node.keep(snapshot, self._charge)
-        # A copy: a part of a message keeps the whole of it in memory, and receipts are kept for long.
-        receipt = pb.Receipt()
-        receipt.CopyFrom(prepared.receipt)
+        receipt = prepared.receipt
         receipt.request_id = self._offer.request_id
         receipt.key = snapshot.key
         receipt.generation = snapshot.generation
