@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import os
+import re
+from typing import Final
 
 from hurray_wire.errors import DataPlaneUnavailable
+
+_RANGE: Final = re.compile(r" *([0-9]{1,5})(?:-([0-9]{1,5}))? *")
 
 
 def read_cpus(text: str) -> frozenset[int]:
     """The CPUs of a list like "0-3,8". Raises ValueError."""
     found: set[int] = set()
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not (first.isascii() and first.isdigit() and (last.isascii() and last.isdigit() if dash else True)):
+        matched = _RANGE.fullmatch(part)
+        cpus = range(int(matched[1]), int(matched[2] or matched[1]) + 1) if matched else ()
+        if not cpus:
             raise ValueError(f"{text!r} is no list of CPUs like 0-3,8")
-        low, high = int(first), int(last if dash else first)
-        if not low <= high < _MOST:
-            raise ValueError(f"{text!r} is no list of CPUs: {part.strip()} is not a range below {_MOST}")
-        found.update(range(low, high + 1))
+        found.update(cpus)
     return frozenset(found)
 
 
-def keep_to(cpus: frozenset[int]) -> None:
-    """Keep the calling thread to these. Raises DataPlaneUnavailable where it may not run on each of them."""
-    allowed = os.sched_getaffinity(0)
+def check_cpus(text: str) -> str:
+    """The list, if it is one. Raises ValueError."""
+    read_cpus(text)
+    return text
+
+
+def keep_to(text: str) -> None:
+    """Keep the calling thread to the CPUs of a list. Raises DataPlaneUnavailable where it may not run on each."""
+    cpus, allowed = read_cpus(text), os.sched_getaffinity(0)
     if not cpus <= allowed:
         raise DataPlaneUnavailable(
             "the data-plane thread may not run on these CPUs",
             stage="start",
             field="cpus",
-            offered=_show(cpus),
-            required=f"some of {_show(allowed)}",
+            offered=text,
+            required=f"some of {','.join(map(str, sorted(allowed)))}",
         )
     os.sched_setaffinity(0, cpus)
-
-
-_MOST = 1 << 16
-
-
-def _show(cpus: set[int] | frozenset[int]) -> str:
-    return ",".join(map(str, sorted(cpus)))

@@ -97,7 +97,8 @@ class _Transfer:
 
 class DataPlane:
     """See the module. `transports`: what makes each kind, called in the thread when it is first wanted;
-    `on_peer_lost(peer, error)` is called there, too. `cpus`: those that the thread is kept to; None: all.
+    `on_peer_lost(peer, error)` is called there, too. `cpus`: those that the thread is kept to, as "0-3,8";
+    None: all.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class DataPlane:
         on_peer_lost: Callable[[int, HurrayError], None] = lambda _peer, _error: None,
         stall_s: float = STALL_S,
         drain_s: float = DRAIN_S,
-        cpus: frozenset[int] | None = None,
+        cpus: str | None = None,
     ) -> None:
         self.incarnation: Final = uuid.uuid4().int >> 64
         self.unknown_tag_count = 0
@@ -140,8 +141,7 @@ class DataPlane:
         nothing runs."""
         self._thread.start()
         try:
-            if self._cpus is not None:
-                self._keep_to(self._cpus)
+            self._call(self._keep_to_cpus).result(START_S)
             self.start_transports(tuple(self._peers.makers) if kinds is None else kinds)
         except HurrayError:
             self._submit(self._begin_stop)
@@ -164,13 +164,6 @@ class DataPlane:
             raise DataPlaneUnavailable(
                 "the transports did not start in time", stage="start", transport=", ".join(kinds)
             ) from None
-
-    def _keep_to(self, cpus: frozenset[int]) -> None:
-        def keep(done: Future[None]) -> None:
-            keep_to(cpus)
-            done.set_result(None)
-
-        self._call(keep).result(START_S)
 
     def stop(self) -> None:
         """Fail what runs with Cancelled, close every connection, end the thread. Safe to call twice."""
@@ -402,6 +395,11 @@ class DataPlane:
         )
 
     # --- commands -------------------------------------------------------------------------------------------------
+
+    def _keep_to_cpus(self, done: Future[None]) -> None:
+        if self._cpus is not None:
+            keep_to(self._cpus)
+        done.set_result(None)
 
     def _begin_retire(self) -> None:
         self._retiring = True

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
 
-from hurray_wire.cpus import read_cpus
+from hurray_wire.cpus import check_cpus
 from hurray_wire.credentials import Credentials
 from hurray_wire.errors import InvalidRequest, Misuse
 from hurray_wire.image import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
@@ -66,7 +66,7 @@ class ClientConfig(BaseSettings):
     window: int | None = Field(default=None, ge=1, le=MAX_WINDOW)
     """Chunks in flight in a get; None: as suits the transport."""
 
-    cpus: str | None = None
+    cpus: Annotated[str, AfterValidator(check_cpus)] | None = None
     """CPUs that the data-plane thread is kept to, as "2" or "0-3,8"; None: all that the process may use. Other threads
     of the process are left alone."""
 
@@ -94,13 +94,6 @@ class ClientConfig(BaseSettings):
     @classmethod
     def _check_transports(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
         return None if value is None else check_kinds(value)
-
-    @field_validator("cpus")
-    @classmethod
-    def _check_cpus(cls, value: str | None) -> str | None:
-        if value is not None:
-            read_cpus(value)
-        return value
 
     @field_validator("ucx", mode="before")
     @classmethod

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 
 from hurray_client.config import ClientConfig, load_config
 from hurray_wire import cuda
-from hurray_wire.cpus import read_cpus
 from hurray_wire.credentials import Credentials
 from hurray_wire.dataplane import DataPlane
 from hurray_wire.errors import HurrayError, Misuse
@@ -72,8 +71,7 @@ class LocalDataPlane:
             if self._closed:
                 raise Misuse("the data plane is closed")
             if self._running is None or not self._running.running or self._running.worn:
-                cpus = None if self._cpus is None else read_cpus(self._cpus)
-                running = DataPlane(self._makers, on_peer_lost=self._lost, cpus=cpus)
+                running = DataPlane(self._makers, on_peer_lost=self._lost, cpus=self._cpus)
                 running.start(())
                 if self._running is None:
                     atexit.register(self.close)

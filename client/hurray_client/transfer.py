@@ -247,10 +247,10 @@ def put_once(node: Node, call: Call, order: PutOrder) -> Receipt:
             return
         if isinstance(message, s.ReceiptReceived):
             _check_receipt(message.receipt, order.request_id)
-        if isinstance(message, s.ReceiptReceived) and isinstance(payload, StagedSource) and payload.all_staged:
-            exchange.conclude(message)
-        else:
-            exchange.post(message)
+            if isinstance(payload, StagedSource) and payload.all_staged:
+                exchange.conclude(message)
+                return
+        exchange.post(message)
 
     def encode(output: Output) -> pb.PutRequest:
         return pb.PutRequest(source=to_source_message(output))

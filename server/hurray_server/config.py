@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, ByteSize, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -26,7 +26,7 @@ from pydantic_settings import (
 
 from hurray_server.mover_config import TransportsConfig
 from hurray_server.trust_config import AuditConfig, DataConfig, GrantConfig, QuotaConfig, Section, TenantName, TlsConfig
-from hurray_wire.cpus import read_cpus
+from hurray_wire.cpus import check_cpus
 from hurray_wire.cuda import read_device
 from hurray_wire.errors import InvalidRequest, Misuse
 from hurray_wire.image import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, align
@@ -146,17 +146,10 @@ class TransferConfig(Section):
     """Chunks in flight per transfer; None: as suits the transport."""
     chunk_bytes: int | None = Field(default=None, ge=CHUNK_BYTES_MIN, le=CHUNK_BYTES_MAX)
     """Chunk size of snapshots that this node sends; None: as suits the transport."""
-    cpus: str | None = None
+    cpus: Annotated[str, AfterValidator(check_cpus)] | None = None
     """CPUs that the thread which moves bytes is kept to, as "2" or "0-3,8"; None: all."""
     max_budget_s: float = Field(default=600.0, gt=0, le=DURATION_MAX_S)
     """Longest time for one transfer, and for a wait for a key; a caller's own deadline may be shorter."""
-
-    @field_validator("cpus")
-    @classmethod
-    def _check_cpus(cls, value: str | None) -> str | None:
-        if value is not None:
-            read_cpus(value)
-        return value
 
     @field_validator("chunk_bytes")
     @classmethod

@@ -31,7 +31,6 @@ from hurray_server.pins import Pins
 from hurray_wire import cuda
 from hurray_wire import session as s
 from hurray_wire.checksum import hash_of
-from hurray_wire.cpus import read_cpus
 from hurray_wire.dataplane import DataPlane
 from hurray_wire.errors import (
     DataPlaneUnavailable,
@@ -104,8 +103,7 @@ class Mover:
         self._place = _place(config.gpu)
         self._arena = Arena(config.arena_bytes, place=self._place, on_change=self._report_usage)
         self._pins = Pins()
-        cpus = None if config.cpus is None else read_cpus(config.cpus)
-        self._plane = DataPlane(_makers(config.transports), on_peer_lost=self._peer_lost, cpus=cpus)
+        self._plane = DataPlane(_makers(config.transports), on_peer_lost=self._peer_lost, cpus=config.cpus)
 
     def start(self) -> mpb.MoverReport:
         """Start the data plane; the report that says so. Raises HurrayError for a transport that cannot be had, unless

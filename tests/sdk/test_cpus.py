@@ -25,7 +25,7 @@ def test_a_list_as_people_write_it(text: str, cpus: set[int]) -> None:
     assert read_cpus(text) == cpus
 
 
-@pytest.mark.parametrize("text", ["", "a", "-1", "1-", "3-1", "1,,2", "0-65536", "1-2-3", "\u0663"])
+@pytest.mark.parametrize("text", ["", "a", "-1", "1-", "3-1", "1,,2", "0-100000", "1-2-3", "\u0663"])
 def test_what_is_no_list(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="no list of CPUs"):
         read_cpus(text)
