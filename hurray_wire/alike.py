@@ -28,44 +28,50 @@ _GEOMETRY: Final = [item.name for item in fields(Descriptor) if item.name not in
 
 _geometry: Final[Callable[[Descriptor], tuple[Any, ...]]] = attrgetter(*_GEOMETRY)
 
-_setters: Final = [getattr(Descriptor, name).__set__ for name in (*_GEOMETRY, "kv_role", "layer_index")]
-
 
 def placed(descriptor: Descriptor, kv_role: int, layer_index: int | None) -> Descriptor:
     """The descriptor of a tensor that is alike, of another role and layer."""
     if descriptor.kv_role == kv_role and descriptor.layer_index == layer_index:
         return descriptor
-    # By its slots: dataclasses.replace takes several times as long, and all tensors of a snapshot come through here.
+    # Not by dataclasses.replace, which takes ten times as long: all tensors of a snapshot come through here. What has
+    # been worked out for the one comes along.
+    values = descriptor.__dict__.copy()
+    values["kv_role"], values["layer_index"] = kv_role, layer_index
     alike = object.__new__(Descriptor)
-    for set_field, value in zip(_setters, (*_geometry(descriptor), kv_role, layer_index), strict=True):
-        set_field(alike, value)
+    object.__setattr__(alike, "__dict__", values)
     return alike
 
 
 def change_each(descriptors: Iterable[Descriptor], change: Callable[[Descriptor], Descriptor]) -> Iterator[Descriptor]:
-    """`change` of each, which must leave kv_role and layer_index as they are and look at neither."""
+    """`change` of each, which must leave kv_role and layer_index as they are, look at neither, and keep the rules."""
     known: dict[tuple[Any, ...], Descriptor | None] = {}
+    last: tuple[Any, ...] | None = None
+    alike: Descriptor | None = None
     for descriptor in descriptors:
         key = _key(descriptor)
-        if key not in known:
-            changed = change(descriptor)
-            known[key] = None if changed is descriptor else changed
-        alike = known[key]
+        if key != last:  # to compare with the one before costs less than to hash
+            last = key
+            if key not in known:
+                changed = change(descriptor)
+                known[key] = None if changed is descriptor else _worked_out(changed)
+            alike = known[key]
         yield descriptor if alike is None else placed(alike, descriptor.kv_role, descriptor.layer_index)
 
 
 def pack_each(descriptors: Iterable[Descriptor]) -> Iterator[bytes]:
     """The canonical bytes of each. All must have been checked, or decoded."""
     known: dict[tuple[Any, ...], bytes] = {}
+    last: tuple[Any, ...] | None = None
+    head = tail = b""
     for descriptor in descriptors:
         key = _key(descriptor)
-        packed = known.get(key)
-        if packed is None:
-            packed = known[key] = descriptor.pack()
-            yield packed
-        else:
-            layer_index = NO_LAYER if descriptor.layer_index is None else descriptor.layer_index
-            yield packed[:_START] + _PLACE.pack(descriptor.kv_role, layer_index) + packed[_END:]
+        if key != last:
+            last = key
+            if key not in known:
+                known[key] = descriptor.pack()
+            head, tail = known[key][:_START], known[key][_END:]
+        layer_index = NO_LAYER if descriptor.layer_index is None else descriptor.layer_index
+        yield head + _PLACE.pack(descriptor.kv_role, layer_index) + tail
 
 
 def decode_each(encoded: Iterable[bytes], policy: Policy = STRICT) -> Iterator[tuple[Descriptor, int]]:
@@ -80,7 +86,14 @@ def decode_each(encoded: Iterable[bytes], policy: Policy = STRICT) -> Iterator[t
             yield placed(descriptor, kv_role, None if layer_index == NO_LAYER else layer_index), consumed
         else:
             found = known[key] = decode_descriptor(data, policy)
+            _worked_out(found[0])
             yield found
+
+
+def _worked_out(descriptor: Descriptor) -> Descriptor:
+    """It, with all that follows from its geometry and that each of those that are alike would work out again."""
+    _ = descriptor.own_buffers, descriptor.page_pool_bytes, descriptor.total_logical_pages
+    return descriptor
 
 
 def _key(descriptor: Descriptor) -> tuple[Any, ...]:

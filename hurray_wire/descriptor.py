@@ -12,6 +12,7 @@ quantization, statistics, extension type.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -51,6 +52,7 @@ from .sections import (
     PAGE_POOL,
     QUANTIZATION_LENGTH,
     RANK,
+    SEQ_PTR,
     SHAPE,
     STATISTICS,
     VERSION_MAJOR,
@@ -65,7 +67,7 @@ from .sections import (
 _INDEX_DTYPES: Final = (np.dtype("<u4"), np.dtype("<u8"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Descriptor:
     """What one tensor of a snapshot declares about itself: the paged cache of one (kv_role, layer_index).
 
@@ -75,6 +77,9 @@ class Descriptor:
     descriptor_length, and padding after the scheme.
 
     An object may break rules until `check_descriptor` or `encode` sees it: `dataclasses.replace` works in steps.
+
+    What follows from the geometry is worked out once, when it is first asked for. None of it may depend on kv_role or
+    layer_index: tensors that differ in these alone share it (`alike`).
     """
 
     type_tag: int
@@ -134,7 +139,7 @@ class Descriptor:
         """Memory class of all buffers."""
         return self.buffers[PAGE_POOL].memory_class
 
-    @property
+    @cached_property
     def element_type(self) -> ElementType:
         """Storage type of page_pool. A private tag's comes from its extension section. Raises Unsupported (H13)."""
         item = BY_TAG.get(self.type_tag)
@@ -154,7 +159,7 @@ class Descriptor:
         """Dtype of block_table and seq_ptr: little-endian uint32 or uint64."""
         return _INDEX_DTYPES[self.block_table_index_type]
 
-    @property
+    @cached_property
     def total_logical_pages(self) -> int:
         """Entries of block_table."""
         return self.buffers[BLOCK_TABLE].byte_size // self.index_width_bytes
@@ -169,22 +174,30 @@ class Descriptor:
         """Elements of the logical tensor: the product of shape."""
         return self.shape[0] * self.shape[1] * self.shape[2]
 
-    @property
+    @cached_property
     def page_elements(self) -> int:
         """Elements of one page: page_size * num_heads * head_dim."""
         return self.page_size * self.shape[1] * self.shape[2]
 
-    @property
+    @cached_property
     def page_pool_bytes(self) -> int:
         """Bytes of page_pool, packed."""
         return self.element_type.packed_bytes(self.num_pages * self.page_elements)
 
-    @property
+    @cached_property
     def page_bytes(self) -> int | None:
         """Bytes of one page, or None where pages do not start at whole bytes (6-bit types: at whole groups of 3)."""
         item = self.element_type
         bits = self.page_elements * item.bits
         return None if bits % (24 if item.bits == 6 else 8) else bits // 8
+
+    @cached_property
+    def own_buffers(self) -> tuple[tuple[int, int, int | None], ...]:
+        """Number and bytes of each buffer that is this tensor's alone, and the bytes of the units that it consists of:
+        page_pool of its pages, None where there are none that are whole bytes; parameters of no units."""
+        sizes = [handle.byte_size for handle in self.buffers]
+        parameters = [(number, nbytes, None) for number, nbytes in enumerate(sizes[SEQ_PTR + 1 :], SEQ_PTR + 1)]
+        return ((PAGE_POOL, sizes[PAGE_POOL], self.page_bytes), *parameters)
 
     @property
     def scale_entries(self) -> int | None:

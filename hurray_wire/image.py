@@ -26,6 +26,7 @@ from hurray_wire.descriptor import Descriptor
 from hurray_wire.errors import GeometryMismatch, InvalidRequest, LimitExceeded, Unsupported
 from hurray_wire.limits import PAGE_BYTES, Limits
 from hurray_wire.packing import E8M0_TAG
+from hurray_wire.sections import BLOCK_TABLE, SEQ_PTR
 
 INDEX: Final = -1
 """Tensor number of the shared index buffers."""
@@ -50,7 +51,7 @@ def align(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Segment:
     """Part of one buffer inside a chunk. `tensor` is INDEX for the shared index buffers; all sizes in bytes."""
 
@@ -61,7 +62,7 @@ class Segment:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
     """A contiguous range of the image: bytes [offset, offset + nbytes)."""
 
@@ -76,7 +77,7 @@ class Chunk:
         return self.segments[-1].tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Run:
     """`count` chunks from `first` on: one, or several of equal size, one after the other in one buffer."""
 
@@ -207,26 +208,29 @@ def plan_image(descriptors: Sequence[Descriptor], chunk_bytes: int, limits: Limi
     check_shared_structure(descriptors)
     _check("max_sequences", descriptors[0].num_seqs, limits.max_sequences)
     _check("max_index_entries", descriptors[0].total_logical_pages, limits.max_index_entries)
-    offset, index_offsets = _place(0, [descriptors[0].buffers[1].byte_size, descriptors[0].buffers[2].byte_size])
+    index_sizes = [descriptors[0].buffers[number].byte_size for number in (BLOCK_TABLE, SEQ_PTR)]
+    index_offsets = (0, align(index_sizes[0]))
+    offset = index_offsets[1] + align(index_sizes[1])
     offsets = []
     for descriptor in descriptors:
-        pool, _, _, *parameters = (buffer.byte_size for buffer in descriptor.buffers)
-        offset, placed = _place(offset, [pool, *parameters])
-        offsets.append((placed[0], *index_offsets, *placed[1:]))
+        placed = [offset, *index_offsets]
+        for number, nbytes, _ in descriptor.own_buffers:
+            if number:
+                placed.append(offset)
+            offset += align(nbytes)
+        offsets.append(tuple(placed))
     _check("max_snapshot_bytes", offset, limits.max_snapshot_bytes)
     cutter = _Cutter(chunk_bytes)
-    for number in (1, 2):
-        cutter.add(INDEX, number, index_offsets[number - 1], descriptors[0].buffers[number].byte_size, PAGE_BYTES)
+    for number, nbytes in zip((BLOCK_TABLE, SEQ_PTR), index_sizes, strict=True):
+        cutter.add(INDEX, number, index_offsets[number - BLOCK_TABLE], nbytes, PAGE_BYTES)
     cutter.cut()
     index_chunk_count = cutter.chunk_count
     if view:
         _check_viewable(descriptors)
         cutter.chunk_bytes = offset  # which everything fits
     for tensor, descriptor in enumerate(descriptors):
-        for number, buffer in enumerate(descriptor.buffers):
-            if number not in (1, 2):
-                unit = (descriptor.page_bytes if number == 0 else None) or PAGE_BYTES
-                cutter.add(tensor, number, offsets[tensor][number], buffer.byte_size, unit)
+        for number, nbytes, unit in descriptor.own_buffers:
+            cutter.add(tensor, number, offsets[tensor][number], nbytes, unit or PAGE_BYTES)
     cutter.cut()
     _check("max_chunk_count", cutter.chunk_count, CHUNK_COUNT_MAX)
     return ImagePlan(
@@ -255,14 +259,6 @@ def _check_viewable(descriptors: Sequence[Descriptor]) -> None:
 def _check(name: str, offered: int, limit: int) -> None:
     if offered > limit:
         raise LimitExceeded("above the limit of this node", field=name, offered=offered, required=f"<= {limit}")
-
-
-def _place(offset: int, sizes: Sequence[int]) -> tuple[int, list[int]]:
-    placed = []
-    for size in sizes:
-        placed.append(offset)
-        offset += align(size)
-    return offset, placed
 
 
 class _Cutter:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import elements
+from .alike import placed
 from .descriptor import Descriptor
 from .dtypes import ElementType
 from .errors import InvalidRequest, InvalidSnapshot, Misuse
@@ -294,16 +295,23 @@ class KVSnapshot:
 def describe_all(declared: Sequence[DeclaredCache], structure: BlockStructure) -> list[KVTensor]:
     """A caller's caches as tensors of one structure. Raises what `describe` raises."""
     tensors = []
+    plain: dict[tuple[object, ...], Descriptor] = {}
     for cache in declared:
-        descriptor = describe(
-            cache,
-            num_seqs=structure.num_seqs,
-            total_tokens=structure.total_tokens,
-            total_logical_pages=structure.total_logical_pages,
-            block_table_index_type=int(structure.block_table.dtype.itemsize == 8),
-        )
-        parameters = () if cache.quantized is None else cache.quantized.parameters
-        tensors.append(KVTensor(descriptor, cache.pool.array, parameters))
+        pool, quantized = cache.pool, cache.quantized
+        key = (pool.element_type, pool.num_heads, pool.head_dim)  # all else is the same for all of them
+        if quantized is None and key in plain:
+            descriptor = placed(plain[key], cache.kv_role, cache.layer_index)
+        else:
+            descriptor = describe(
+                cache,
+                num_seqs=structure.num_seqs,
+                total_tokens=structure.total_tokens,
+                total_logical_pages=structure.total_logical_pages,
+                block_table_index_type=int(structure.block_table.dtype.itemsize == 8),
+            )
+            if quantized is None:
+                plain[key] = descriptor
+        tensors.append(KVTensor(descriptor, pool.array, () if quantized is None else quantized.parameters))
     return tensors
 
 

@@ -373,6 +373,10 @@ class Mover:
                 accept = pb.Accept(transfer=transfer, transport=running.transport, window=running.window)
                 arena = self._arena_usage() if isinstance(output, s.TellAccept) else None
                 self._output(transfer, target=to_target_message(output, lambda: accept), arena=arena)
+                if arena is not None:
+                    # The kernel likes to put whom a message wakes on the waker's core, where it would wait until the
+                    # plan is made, which may be made meanwhile.
+                    os.sched_yield()
 
     def _prepared(self, transfer: int, running: _Running, output: PrepareCommit) -> mpb.Prepared:
         summary = output.summary

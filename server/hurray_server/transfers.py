@@ -347,23 +347,29 @@ class GetTransfer(Transfer[pb.SourceMessage]):
             staged=node.stages(transport),
         )
         offer.token_counts.extend(contents.counts())
-        node.link.begin_source(
-            mpb.BeginSource(
-                transfer=self.number,
-                peer=session.peer,
-                snapshot=contents.memory,
-                offer=offer,
-                budget_s=budget_s,
-            )
+        self._order = mpb.BeginSource(
+            transfer=self.number, peer=session.peer, snapshot=contents.memory, budget_s=budget_s
         )
+        self._offer = offer
+        self._has_begun = False
+        # Not before the caller is told, so that both read the offer at once: the mover would take this process's core.
+        asyncio.get_running_loop().call_soon(self._begin)
         offer.request_id = request_id
         offer.key = pin.snapshot.key
         offer.generation = pin.snapshot.generation
         offer.annotations.update(contents.annotations)
         self.messages.put(pb.SourceMessage(offer=offer))
 
+    def _begin(self) -> None:
+        """Have the mover begin."""
+        if not self._has_begun and not self._over:
+            self._has_begun = True
+            self._order.offer.CopyFrom(without_names(self._offer))
+            self._node.link.begin_source(self._order)
+
     def input(self, message: mpb.TransferInput) -> None:
         """See Transfer."""
+        self._begin()
         if message.target.HasField("accept"):
             self.stage, self.accepted = "pages", True
         elif message.target.HasField("receipt") and self.stage == "offer":
@@ -416,6 +422,7 @@ def without_names(offer: pb.Offer) -> pb.Offer:
         checksum=offer.checksum,
         chunk_bytes=offer.chunk_bytes,
         staged=offer.staged,
+        view=offer.view,
     )
     bare.token_counts.MergeFrom(offer.token_counts)
     bare.checksums.MergeFrom(offer.checksums)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cached_property
 
 import pytest
 from hypothesis import given
@@ -11,10 +12,10 @@ from hypothesis import strategies as st
 
 from format.corpus import LENIENT, Seeded, a_descriptor, descriptors
 from format.mutants import Mutator
-from hurray_wire.alike import change_each, decode_each, pack_each
+from hurray_wire.alike import change_each, decode_each, pack_each, placed
 from hurray_wire.descriptor import Descriptor, decode_descriptor
 from hurray_wire.errors import HurrayError
-from hurray_wire.sections import HEADER, NO_LAYER, SHAPE, BufferHandle, Statistics
+from hurray_wire.sections import HEADER, NO_LAYER, SHAPE, Statistics
 
 PLACE = HEADER.size + SHAPE.size + 20
 """Where kv_role is, and layer_index after it (OFFSETS.md)."""
@@ -33,6 +34,13 @@ def outcomes(results: Iterable[object]) -> list[object]:
     return found
 
 
+def worked_out(descriptor: Descriptor) -> dict[str, object]:
+    """All that a descriptor works out once."""
+    names = [name for name, item in vars(Descriptor).items() if isinstance(item, cached_property)]
+    assert names
+    return {name: getattr(descriptor, name) for name in names}
+
+
 def put(data: bytes, kv_role: int, layer_index: int) -> bytes:
     return data[:PLACE] + bytes([kv_role]) + layer_index.to_bytes(4, "little") + data[PLACE + 5 :]
 
@@ -43,6 +51,18 @@ def test_decoding_looks_at_role_and_layer_of_each(base: Descriptor, places: list
     encoded = [data, put(data, 1, NO_LAYER), *(put(data, *place) for place in places)]
 
     assert outcomes(decode_each(encoded, LENIENT)) == outcomes(decode_descriptor(item, LENIENT) for item in encoded)
+
+
+@given(base=descriptors(), kv_role=st.integers(0, 2), layer_index=st.none() | st.integers(0, NO_LAYER - 1))
+def test_what_is_worked_out_for_one_holds_for_another_place(
+    base: Descriptor, kv_role: int, layer_index: int | None
+) -> None:
+    worked_out(base)
+
+    other, alone = placed(base, kv_role, layer_index), replace(base, kv_role=kv_role, layer_index=layer_index)
+
+    assert other == alone
+    assert worked_out(other) == worked_out(alone)
 
 
 @pytest.mark.parametrize("mutants", [Mutator.of_bytes, Mutator.of_fields])
@@ -78,7 +98,11 @@ def test_a_change_is_made_once_and_reaches_all(bases: list[Descriptor], layers: 
 
     def change(descriptor: Descriptor) -> Descriptor:
         made.append(descriptor)
-        return descriptor if descriptor.page_size % 2 else replace(descriptor, buffers=(BufferHandle(0, 64),))
+        if descriptor.page_size % 2:
+            return descriptor
+        return replace(descriptor, buffers=tuple(replace(handle, alignment=64) for handle in descriptor.buffers))
 
-    assert list(change_each(items, change)) == [change(item) for item in items]
+    changed, expected = list(change_each(items, change)), [change(item) for item in items]
+    assert changed == expected
+    assert [worked_out(item) for item in changed] == [worked_out(replace(item)) for item in expected]
     assert len(made) <= len(bases) + len(items)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from hurray_server.requests import Requests
 from hurray_server.sessions import Session
 from hurray_server.store import Store
 from hurray_server.tally import Tally
-from hurray_server.transfers import PutTransfer
+from hurray_server.transfers import GetTransfer, PutTransfer
 from hurray_wire.errors import Cancelled, DataPlaneUnavailable, HurrayError, KeyNotFound, PeerUnavailable
 from hurray_wire.messages import read_offer, to_duration
 from hurray_wire.status import from_status, to_status
@@ -29,11 +30,13 @@ class Setup:
 
     def __init__(self) -> None:
         self.told: list[mpb.TransferInput] = []
+        self.sources: list[mpb.BeginSource] = []
         self.transfers: set[Any] = set()
         self.ended: list[Any] = []
         link = SimpleNamespace(
             new_transfer=lambda _: 1,
             begin_target=lambda order: setattr(self, "order", order),
+            begin_source=lambda order: self.sources.append(mpb.BeginSource.FromString(order.SerializeToString())),
             input=lambda message: self.told.append(mpb.TransferInput.FromString(message.SerializeToString())),
             condemn=lambda _: None,
         )
@@ -52,6 +55,8 @@ class Setup:
             leases_changed=lambda: None,
             device_tag=0,
             tenant_number=lambda tenant: {"local": 77}[tenant],
+            chunk_bytes=lambda _: 4096,
+            stages=lambda _: False,
             add=self.transfers.add,
             remove=self.transfers.discard,
             ended=self.ended.append,
@@ -68,6 +73,22 @@ class Setup:
             charge=self.quotas.charge(LOCAL_TENANT, 4096),
             end_slot=self.quotas.begin_transfer(LOCAL_TENANT),
             lease_s=60.0,
+            budget_s=10.0,
+        )
+
+    def get(self) -> GetTransfer:
+        """What was put, asked for."""
+        self.prepared()
+        self.told.clear()
+        return GetTransfer(
+            self.node,
+            Session(Principal(LOCAL_TENANT, True, "unix:", None, None), 6, 6),
+            self.store.pin("k", 0, 0.0, consume=False),
+            "ucx",
+            str(uuid.uuid4()),
+            view=False,
+            checksum=pb.CHECKSUM_XXH3_64,
+            end_slot=self.quotas.begin_transfer(LOCAL_TENANT),
             budget_s=10.0,
         )
 
@@ -190,3 +211,44 @@ def test_the_stage_is_named_when_the_mover_goes() -> None:
         assert setup.put.error.stage == "pages"
 
     in_a_loop(body)
+
+
+def test_the_caller_of_a_get_is_told_before_the_mover() -> None:
+    async def body() -> None:
+        setup = Setup()
+        get = setup.get()
+        message = await get.messages.get()
+        assert message is not None
+        assert setup.sources == []
+        await asyncio.sleep(0)
+        (order,) = setup.sources
+        assert (order.peer, order.snapshot, order.budget_s) == (6, 1, 10.0)
+        assert list(order.offer.tensors) == list(message.offer.tensors)
+        assert list(order.offer.token_counts) == list(message.offer.token_counts)
+        assert (order.offer.chunk_bytes, order.offer.checksum) == (4096, pb.CHECKSUM_XXH3_64)
+        assert (order.offer.key, order.offer.request_id, dict(order.offer.annotations)) == ("", "", {})
+
+    asyncio.run(body())
+
+
+def test_a_mover_hears_of_a_get_before_it_hears_what_happened_to_it() -> None:
+    async def body() -> None:
+        setup = Setup()
+        setup.get().stream_lost()
+        assert len(setup.sources) == 1
+        (told,) = setup.told
+        assert told.HasField("stream_lost")
+        await asyncio.sleep(0)
+        assert len(setup.sources) == 1
+
+    asyncio.run(body())
+
+
+def test_a_get_whose_mover_is_gone_begins_at_no_other() -> None:
+    async def body() -> None:
+        setup = Setup()
+        setup.get().on_mover_down(DataPlaneUnavailable("gone"))
+        await asyncio.sleep(0)
+        assert setup.sources == []
+
+    asyncio.run(body())

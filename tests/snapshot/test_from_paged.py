@@ -253,6 +253,23 @@ def test_each_scheme_may_be_one_for_all_or_one_per_tensor() -> None:
     assert own.tokens(0, "key", 0, True)[0, 1, 0] == 2 * (float(given[0, "key"][0, 0, 1, 0]) + 1)
 
 
+def test_a_tensor_is_described_among_others_as_it_is_alone() -> None:
+    shapes = [(8, 4, 1, 16), (8, 4, 2, 8), (8, 4, 1, 8), (8, 4, 16, 1)]
+    kinds = [(shape, dtype) for shape in shapes for dtype in (np.float16, ml_dtypes.bfloat16, np.int8)]
+    given = {(layer, "fused"): distinct(*kind) for layer, kind in enumerate(2 * kinds)}
+    quantization = {
+        key: Quantized.per_tensor(2.0**-layer, layer)
+        for layer, (key, pool) in enumerate(given.items())
+        if pool.dtype == np.int8
+    }
+
+    together = make(given, quantization=quantization)
+
+    for key, pool in given.items():
+        alone = make({key: pool}, quantization=quantization)
+        assert together.tensor(*key).descriptor == alone.tensor(*key).descriptor
+
+
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 
