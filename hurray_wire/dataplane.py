@@ -47,7 +47,7 @@ from hurray_wire.transport.base import (
     TransportParameters,
     chunk_tag,
 )
-from hurray_wire.view import Shown, View
+from hurray_wire.view import VIEW_CHECKSUM, Shown, View
 
 _log = get_logger("hurray.dataplane")
 
@@ -433,7 +433,7 @@ class DataPlane:
         chunk_counts = order.chunk_counts
         if chunk_counts is None:
             chunk_counts = len(order.payload.plan.chunks), order.payload.plan.index_chunk_count
-        machine = s.TargetSession(*chunk_counts, order.window, checksummed=order.hash.verifies)
+        machine = s.TargetSession(*chunk_counts, order.window, order.hash.verifies, order.checksums)
         transfer = _Transfer(number, order, machine, number, order.transport, 0.0, 0.0)
         if self._begin(transfer):
             self._carry_out_all(transfer, machine.start())
@@ -649,7 +649,7 @@ class DataPlane:
     @staticmethod
     def _checksum(transfer: _Transfer, chunk: Chunk, buffer: Buffer | list[memoryview] | Shown | View) -> int:
         """Of a view there is none: nothing crosses that could come out otherwise."""
-        return 0 if chunk.index == transfer.plan.view_chunk else transfer.order.hash(buffer)
+        return VIEW_CHECKSUM if chunk.index == transfer.plan.view_chunk else transfer.order.hash(buffer)
 
     def _free_staging(self, transfer: _Transfer, chunk: int, *, sent: bool) -> None:
         loan = transfer.staging.pop(chunk, None)

@@ -63,5 +63,7 @@ class TargetOrder:
     budget_s: float
     window: int
     listener: Listener
+    checksums: tuple[int, ...] = ()
+    """Those of the first chunks, where they came with the offer."""
     chunk_counts: tuple[int, int] | None = None
     """Of all chunks, and of those of the index, where the payload's plan is to be looked at as late as possible."""

@@ -347,13 +347,15 @@ class TargetSession:
     """The side that receives the pages. Begin with `start()`.
 
     `chunk_count`, `index_chunk_count`: of the plan, index chunks first, at least one. `window`: receives posted at
-    once. Without checksums `verified_chunk_count` stays 0.
+    once. Without checksums `verified_chunk_count` stays 0. `offered_checksums`: those of the first chunks that came
+    with the offer, before anything was sent.
     """
 
     chunk_count: int
     index_chunk_count: int
     window: int
     checksummed: bool = True
+    offered_checksums: tuple[int, ...] = ()
     phase: TargetPhase = field(default=TargetPhase.RESERVING, init=False)
     outcome: HurrayError | None = field(default=None, init=False)
     receipt: Any = field(default=None, init=False)
@@ -387,8 +389,13 @@ class TargetSession:
         return self.phase.value
 
     def start(self) -> list[Action]:
-        """The first action."""
-        return [Reserve()]
+        """The first actions."""
+        self._actions = []
+        if self.offered_checksums:
+            self._on_ChecksumsReceived(ChecksumsReceived(0, self.offered_checksums))
+        if self.phase is _T.RESERVING:
+            self._actions.append(Reserve())
+        return self._actions
 
     def handle(self, event: Event) -> list[Action]:
         """Feed one event; the actions to carry out, in order.
@@ -482,7 +489,8 @@ class TargetSession:
             return
         error = event.error
         if self._sent_chunk_count is None and not self._severed:
-            lowest = max(self._arrived_end, len(self._told))
+            told_count = len(self._told)  # what came with the offer says nothing of what was sent
+            lowest = max(self._arrived_end, told_count if told_count > len(self.offered_checksums) else 0)
             highest = self.chunk_count if self.posted_chunk_count else 0
             if lowest <= event.sent_chunk_count <= highest:
                 self._sent_chunk_count = event.sent_chunk_count

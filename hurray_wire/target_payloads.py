@@ -100,6 +100,13 @@ class ImageTarget:
                 self._dirty += scrub_segment(self.plan, segment, memory[segment.chunk_offset : end], self.live)
 
     @property
+    def index(self) -> Bytes:
+        """The index chunks."""
+        assert self.image is not None
+        last = self.plan.chunks[self.plan.index_chunk_count - 1]
+        return self.image[: last.offset + last.nbytes]
+
+    @property
     def live(self) -> npt.NDArray[np.uint32]:
         """Live slots per page; known once the index is checked."""
         assert self._live is not None, "pages before the index"

@@ -27,6 +27,9 @@ Bytes = npt.NDArray[np.uint8]
 MAX_GRAINS: Final = 1 << 14
 """A view of more is refused: each grain is a mapping of its own, of which a process has some 65,000."""
 
+VIEW_CHECKSUM: Final = 0
+"""Stands for that of a view, of which no byte crosses."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shown:

@@ -181,6 +181,7 @@ class GetOrder:
             request_id=self.request_id,
             view=self.destination is None and self.device == CPU and all(kind in SHOWING for kind in transports),
             checksum=cast("pb.Checksum", hash_.number),
+            takes_checksums=True,
         )
 
 
@@ -321,8 +322,9 @@ def get_once(node: Node, call: Call, order: GetOrder) -> ReceivedSnapshot:
 
     with reporter or nullcontext():
         exchange.accepted = True
+        listener, checksums = exchange.listener(encode), tuple(offer.checksums)
         target = TargetOrder(
-            session.peer, transport, payload, offered.hash, budget_s, window, exchange.listener(encode)
+            session.peer, transport, payload, offered.hash, budget_s, window, listener, checksums=checksums
         )
         exchange.plane.begin_target(exchange.number, target)
         exchange.follow(take)

@@ -141,12 +141,14 @@ class TransferOutput(_message.Message):
     def __init__(self, transfer: _Optional[int] = ..., source: _Optional[_Union[_transfer_pb2.SourceMessage, _Mapping]] = ..., target: _Optional[_Union[_transfer_pb2.TargetMessage, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., ended: _Optional[_Union[TransferEnded, _Mapping]] = ..., arena: _Optional[_Union[_transfer_pb2.ArenaUsage, _Mapping]] = ...) -> None: ...
 
 class Prepared(_message.Message):
-    __slots__ = ("receipt", "viewable")
+    __slots__ = ("receipt", "viewable", "index_checksum")
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     VIEWABLE_FIELD_NUMBER: _ClassVar[int]
+    INDEX_CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     receipt: _transfer_pb2.Receipt
     viewable: bool
-    def __init__(self, receipt: _Optional[_Union[_transfer_pb2.Receipt, _Mapping]] = ..., viewable: _Optional[bool] = ...) -> None: ...
+    index_checksum: int
+    def __init__(self, receipt: _Optional[_Union[_transfer_pb2.Receipt, _Mapping]] = ..., viewable: _Optional[bool] = ..., index_checksum: _Optional[int] = ...) -> None: ...
 
 class TransferEnded(_message.Message):
     __slots__ = ("error", "source")

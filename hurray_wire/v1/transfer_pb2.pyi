@@ -210,7 +210,7 @@ class TargetMessage(_message.Message):
     def __init__(self, accept: _Optional[_Union[Accept, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
 
 class GetOpen(_message.Message):
-    __slots__ = ("key", "generation", "wait", "consume", "incarnation", "transports", "request_id", "view", "checksum")
+    __slots__ = ("key", "generation", "wait", "consume", "incarnation", "transports", "request_id", "view", "checksum", "takes_checksums")
     KEY_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
@@ -220,6 +220,7 @@ class GetOpen(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    TAKES_CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     key: str
     generation: int
     wait: _duration_pb2.Duration
@@ -229,7 +230,8 @@ class GetOpen(_message.Message):
     request_id: str
     view: bool
     checksum: Checksum
-    def __init__(self, key: _Optional[str] = ..., generation: _Optional[int] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., consume: _Optional[bool] = ..., incarnation: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ..., view: _Optional[bool] = ..., checksum: _Optional[_Union[Checksum, str]] = ...) -> None: ...
+    takes_checksums: bool
+    def __init__(self, key: _Optional[str] = ..., generation: _Optional[int] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., consume: _Optional[bool] = ..., incarnation: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ..., view: _Optional[bool] = ..., checksum: _Optional[_Union[Checksum, str]] = ..., takes_checksums: _Optional[bool] = ...) -> None: ...
 
 class Offer(_message.Message):
     __slots__ = ("request_id", "key", "lease", "overwrite", "incarnation", "tensors", "token_counts", "transports", "checksum", "chunk_bytes", "annotations", "generation", "view", "checksums", "via_host", "staged")

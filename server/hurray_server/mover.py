@@ -30,7 +30,7 @@ from hurray_server.mover_config import MoverConfig, TransportsConfig
 from hurray_server.pins import Pins
 from hurray_wire import cuda
 from hurray_wire import session as s
-from hurray_wire.checksum import hash_of
+from hurray_wire.checksum import NONE, XXH3_64, hash_of
 from hurray_wire.dataplane import DataPlane
 from hurray_wire.errors import (
     DataPlaneUnavailable,
@@ -82,11 +82,12 @@ _STOP_S: Final = 3.0
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A transfer that runs. `offer`: as it came, or goes out. `sent`: of a source."""
+    """A transfer that runs. `offer`: as it came, or goes out. `received`: of a target. `sent`: of a source."""
 
     transport: str
     window: int
     offer: pb.Offer
+    received: LateImageTarget | None = None
     sent: ImagePlan | None = None
 
 
@@ -218,7 +219,6 @@ class Mover:
             self._output(transfer, ended=mpb.TransferEnded(error=to_status(error)))
 
     def _begin_target(self, order: mpb.BeginTarget) -> None:
-        self._running[order.transfer] = _Running(order.transport, order.window, order.offer)
         memory = TransferMemory(self._arena, order.transfer, order.tenant)
 
         def read() -> tuple[ImagePlan, Counts]:
@@ -228,6 +228,7 @@ class Mover:
         payload = LateImageTarget(
             order.image_bytes, read, memory, place=self._place, in_host=self._stages(order.transport)
         )
+        self._running[order.transfer] = _Running(order.transport, order.window, order.offer, payload)
         if len(order.offer.tensors) > _LATE_TENSORS or len(order.offer.token_counts) > _LATE_SEQUENCES:
             _ = payload.plan  # now, in this thread: it takes its time
         self._plane.begin_target(
@@ -240,11 +241,10 @@ class Mover:
                 budget_s=order.budget_s,
                 window=order.window,
                 listener=lambda output: self._target_output(order.transfer, output),
+                checksums=tuple(order.offer.checksums),
                 chunk_counts=(order.chunk_count, order.index_chunk_count),
             ),
         )
-        if order.offer.checksums:
-            self._plane.post(order.transfer, s.ChecksumsReceived(0, tuple(order.offer.checksums)))
 
     def _begin_source(self, order: mpb.BeginSource) -> None:
         shown = self._show(order) if order.offer.view else None
@@ -255,7 +255,7 @@ class Mover:
             if shown is not None:
                 shown.pin.close()
             raise
-        self._running[order.transfer] = _Running(order.offer.transports[0], MAX_WINDOW, order.offer, offered.plan)
+        self._running[order.transfer] = _Running(order.offer.transports[0], MAX_WINDOW, order.offer, sent=offered.plan)
         self._plane.begin_source(
             order.transfer,
             SourceOrder(
@@ -268,7 +268,7 @@ class Mover:
                     place=self._place,
                     in_host=self._stages(order.offer.transports[0]),
                 ),
-                hash=offered.hash,
+                hash=NONE if order.offer.checksums else offered.hash,  # all that there are were told with the offer
                 budget_s=order.budget_s,
                 listener=lambda output: self._source_output(order.transfer, output),
             ),
@@ -379,7 +379,9 @@ class Mover:
                     os.sched_yield()
 
     def _prepared(self, transfer: int, running: _Running, output: PrepareCommit) -> mpb.Prepared:
-        summary = output.summary
+        summary, received = output.summary, running.received
+        assert received is not None
+        viewable = self._arena.can_show(transfer) and all(map(is_viewable, summary.descriptors))
         staged = running.offer.staged or self._stages(running.transport) or summary.changed_device
         return mpb.Prepared(
             receipt=pb.Receipt(
@@ -396,7 +398,8 @@ class Mover:
                 staged_bytes=summary.wire_bytes if staged else 0,
                 device_tag=self._place.device_tag,
             ),
-            viewable=self._arena.can_show(transfer) and all(map(is_viewable, summary.descriptors)),
+            viewable=viewable,
+            index_checksum=XXH3_64(received.index) if viewable and received.plan.index_chunk_count == 1 else None,
         )
 
     def _ended(self, transfer: int, output: Ended) -> None:

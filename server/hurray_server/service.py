@@ -285,6 +285,7 @@ class Service(transfer_pb2_grpc.TransferServiceServicer):
                 first.open.request_id,
                 view=view,
                 checksum=(pb.CHECKSUM_MIX64 if first.open.checksum == pb.CHECKSUM_MIX64 else pb.CHECKSUM_XXH3_64),
+                takes_checksums=first.open.takes_checksums,
                 end_slot=end_slot,
                 budget_s=budget.left_s(),
             )

@@ -65,6 +65,8 @@ class Contents:
     annotations: Mapping[str, str] = field(default_factory=dict)
     viewed_by: str | None = None
     """The tenant that its key belongs to, whose readers may map it; None: it cannot be mapped."""
+    index_checksum: int | None = None
+    """XXH3_64 of the index, if it is one chunk of a view."""
 
     def counts(self) -> array[int]:
         """The token counts, which are kept as 8 bytes each."""

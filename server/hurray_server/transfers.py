@@ -26,8 +26,10 @@ from hurray_wire.limits import window_for
 from hurray_wire.messages import OfferedSnapshot
 from hurray_wire.payload import held_in
 from hurray_wire.status import from_status, to_status
+from hurray_wire.transport.settings import SHOWING
 from hurray_wire.v1 import mover_pb2 as mpb
 from hurray_wire.v1 import transfer_pb2 as pb
+from hurray_wire.view import VIEW_CHECKSUM
 
 if TYPE_CHECKING:
     from hurray_server.node import Node
@@ -272,6 +274,7 @@ class PutTransfer(Transfer[pb.TargetMessage]):
                 num_pages=descriptor.num_pages,
                 annotations=dict(self._offer.annotations),
                 viewed_by=self._owner if prepared.viewable else None,
+                index_checksum=self._index_checksum(prepared),
             ),
             lease_s=self._lease_s,
             now_s=now_s,
@@ -292,6 +295,10 @@ class PutTransfer(Transfer[pb.TargetMessage]):
         self.messages.put(pb.TargetMessage(receipt=receipt))
         self.input(mpb.TransferInput(commit=mpb.CommitResult()))
         asyncio.get_running_loop().call_soon(self._after_commit, receipt)
+
+    def _index_checksum(self, prepared: mpb.Prepared) -> int | None:
+        index, chunk_bytes = self._offered.plan.chunks[0], min(map(self._node.chunk_bytes, SHOWING))
+        return prepared.index_checksum if prepared.HasField("index_checksum") and index.nbytes <= chunk_bytes else None
 
     def _after_commit(self, receipt: pb.Receipt) -> None:
         self._node.leases_changed()
@@ -327,6 +334,7 @@ class GetTransfer(Transfer[pb.SourceMessage]):
         *,
         view: bool,
         checksum: pb.Checksum,
+        takes_checksums: bool,
         end_slot: Callable[[], None],
         budget_s: float,
     ) -> None:
@@ -347,6 +355,8 @@ class GetTransfer(Transfer[pb.SourceMessage]):
             staged=node.stages(transport),
         )
         offer.token_counts.extend(contents.counts())
+        if view and takes_checksums and contents.index_checksum is not None and checksum == pb.CHECKSUM_XXH3_64:
+            offer.checksums.extend((contents.index_checksum, VIEW_CHECKSUM))
         self._order = mpb.BeginSource(
             transfer=self.number, peer=session.peer, snapshot=contents.memory, budget_s=budget_s
         )

@@ -11,14 +11,18 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
 import hurray_client as ht
+from hurray_client import transfer
 from hurray_client.transfer import GetOrder, _check_offer
 from hurray_wire.errors import ProtocolViolation
 from hurray_wire.v1 import transfer_pb2 as pb
+from hurray_wire.view import VIEW_CHECKSUM
 from sdk.snapshots import (
     Caches,
     assert_dead_slots_clear,
@@ -84,6 +88,71 @@ def test_a_large_snapshot_is_mapped_and_not_copied(daemon: RunningDaemon, client
         assert mapped_of(daemon.mover_pid)
     assert not mapped_of(daemon.mover_pid)
     eventually(lambda: readers(client, "k") == 0, 10, "the reader is gone")
+
+
+@pytest.fixture
+def offers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[pb.Offer]]:
+    """What gets are offered, before they look at it."""
+    seen: list[pb.Offer] = []
+
+    def look(*args: Any) -> Any:
+        seen.append(args[2])
+        return _check_offer(*args)
+
+    monkeypatch.setattr(transfer, "_check_offer", look)
+    yield seen
+    assert seen
+
+
+@pytest.mark.parametrize("checksum", ["xxh3_64", "none"])
+def test_the_checksum_of_its_index_comes_with_the_offer(
+    client: ht.Client, offers: list[pb.Offer], checksum: Any
+) -> None:
+    client.put("k", large(), checksum=checksum)
+
+    with client.get("k") as got:
+        assert got.receipt.verified_chunk_count == 1
+        structure, gap = got.structure, -4 * got.structure.total_logical_pages % 4096
+        table, seq_ptr = structure.block_table.astype("<u4"), structure.seq_ptr.astype("<u4")
+        index = table.tobytes() + bytes(gap) + seq_ptr.tobytes()
+
+    assert [list(offer.checksums) for offer in offers] == [[xxhash.xxh3_64_intdigest(index), VIEW_CHECKSUM]]
+
+
+def test_an_index_with_another_checksum_than_was_offered_is_refused(
+    client: ht.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.put("k", large())
+
+    def spoil(order: GetOrder, opening: pb.GetOpen, offer: pb.Offer) -> Any:
+        offer.checksums[0] ^= 1
+        return _check_offer(order, opening, offer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer, "_check_offer", spoil)
+        with pytest.raises(ht.ChecksumMismatch):
+            client.get("k")
+
+    eventually(lambda: readers(client, "k") == 0, 10, "the reader is gone")
+    client.get("k").close()
+
+
+def test_a_reader_that_takes_no_checksums_with_the_offer_is_told_them(
+    client: ht.Client, offers: list[pb.Offer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_(*args: Any) -> pb.GetOpen:
+        opening = original(*args)
+        opening.takes_checksums = False
+        return opening
+
+    original = GetOrder.open
+    monkeypatch.setattr(GetOrder, "open", open_)
+    client.put("k", large())
+
+    with client.get("k") as got:
+        assert got.receipt.verified_chunk_count == 1
+
+    assert [list(offer.checksums) for offer in offers] == [[]]
 
 
 def test_scales_are_the_readers_own(client: ht.Client) -> None:

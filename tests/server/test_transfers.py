@@ -88,6 +88,7 @@ class Setup:
             str(uuid.uuid4()),
             view=False,
             checksum=pb.CHECKSUM_XXH3_64,
+            takes_checksums=True,
             end_slot=self.quotas.begin_transfer(LOCAL_TENANT),
             budget_s=10.0,
         )
@@ -138,6 +139,16 @@ def test_a_commit_is_visible_at_once_and_its_receipt_is_kept() -> None:
         assert setup.messages() == [None]
         assert setup.put.error is None
         assert setup.ended == [setup.put]
+
+    in_a_loop(body)
+
+
+@pytest.mark.parametrize(("chunk_bytes", "kept"), [(1 << 20, 7), (4096, None)])
+def test_the_checksum_of_an_index_is_kept_if_it_is_one_chunk_of_a_view(chunk_bytes: int, kept: int | None) -> None:
+    def body(setup: Setup) -> None:
+        setup.node.chunk_bytes = {"shm": chunk_bytes}.__getitem__
+        setup.report(prepared=mpb.Prepared(receipt=pb.Receipt(), viewable=True, index_checksum=7))
+        assert setup.store.find("k", 0, 0.0).contents.index_checksum == kept
 
     in_a_loop(body)
 

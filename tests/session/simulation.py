@@ -55,16 +55,34 @@ class Setting:
     ready_chunk_count: int | None = None
     eager: frozenset[int] = frozenset()
     """Chunks whose sends complete before anybody takes them, as small messages do."""
+    offered: bool = False
+    """Where there are checksums: all of them come with the offer."""
 
     @property
     def first_ready(self) -> int:
         return self.chunk_count if self.ready_chunk_count is None else self.ready_chunk_count
 
     def source(self, kind: type[s.SourceSession] = s.SourceSession) -> s.SourceSession:
-        return kind(self.chunk_count, self.index_chunk_count, self.first_ready, checksummed=self.checksummed)
+        told = self.checksummed and not self.offered
+        return kind(self.chunk_count, self.index_chunk_count, self.first_ready, checksummed=told)
 
     def target(self, kind: type[s.TargetSession] = s.TargetSession) -> s.TargetSession:
-        return kind(self.chunk_count, self.index_chunk_count, self.window, checksummed=self.checksummed)
+        return kind(
+            self.chunk_count,
+            self.index_chunk_count,
+            self.window,
+            checksummed=self.checksummed,
+            offered_checksums=self.offered_checksums,
+        )
+
+    @property
+    def offered_checksums(self) -> tuple[int, ...]:
+        offered = self.checksummed and self.offered
+        return tuple(checksum_of(chunk) for chunk in range(self.chunk_count)) if offered else ()
+
+
+def checksum_of(chunk: int) -> int:
+    return (chunk + 1) * 0x9E3779B97F4A7C15 % 2**64
 
 
 class Fault(Enum):
@@ -333,7 +351,7 @@ class World:
             error = Cancelled("withdrawn")
         elif chunk in self.broken_receives or chunk not in self.landed:
             error = PeerUnavailable("the receive failed")
-        checksum = 0 if error is not None or kind == "discard" else self._checksum(chunk) ^ (chunk in self.corrupted)
+        checksum = 0 if error is not None or kind == "discard" else checksum_of(chunk) ^ (chunk in self.corrupted)
         self._feed(side, s.ReceiveDone(chunk, error, checksum))
 
     def _landable(self, chunk: int) -> bool:
@@ -347,10 +365,6 @@ class World:
             self.broken_receives.add(chunk)
         if self.setting.checksummed and self._strikes(Fault.CORRUPTION):
             self.corrupted.add(chunk)
-
-    @staticmethod
-    def _checksum(chunk: int) -> int:
-        return (chunk + 1) * 0x9E3779B97F4A7C15 % 2**64
 
     # --- faults -----------------------------------------------------------------------------------------------
 
@@ -438,7 +452,7 @@ class World:
             return
         if self.connected:
             self.sent.add(chunk)
-        checksum = self._checksum(chunk)
+        checksum = checksum_of(chunk)
         side.answers.append(lambda: s.ChunkPosted(chunk, checksum))
 
     def _staging_failed(self, chunk: int) -> s.Event:
@@ -448,9 +462,10 @@ class World:
     def _do_TellChecksums(self, side: Side, action: s.TellChecksums) -> None:
         end = action.first + len(action.values)
         self._require(self.setting.checksummed, "checksums that nobody agreed on")
+        self._require(not self.setting.offered, "told again what came with the offer")
         self._require(action.first == self.checksums_told and end <= self.asked_to_send, "checksums out of order")
         self._require(0 < len(action.values) <= s.CHECKSUM_BATCH, "batch too large")
-        right = tuple(self._checksum(chunk) for chunk in range(action.first, end))
+        right = tuple(checksum_of(chunk) for chunk in range(action.first, end))
         self._require(action.values == right, "wrong checksums told")
         self.checksums_told = end
         self._tell(side, s.ChecksumsReceived(action.first, action.values))
@@ -511,7 +526,8 @@ class World:
         self._require(self.landed >= set(range(count)), "checked before everything arrived")
         self._require(not self.broken_receives, "checked what did not arrive")
         if self.setting.checksummed:
-            told = sum(len(event.values) for event in side.events if isinstance(event, s.ChecksumsReceived))
+            told = len(self.setting.offered_checksums)
+            told += sum(len(event.values) for event in side.events if isinstance(event, s.ChecksumsReceived))
             self._require(told >= count, "checked before its checksums were told")
             self._require(not self.corrupted, "checked what differs from what was sent")
             self._require(side.machine.verified_chunk_count == count, "verified chunks miscounted")

@@ -76,6 +76,7 @@ def shapes() -> st.SearchStrategy[Setting]:
             checksummed=st.booleans(),
             ready_chunk_count=st.integers(0, count),
             eager=st.frozensets(st.integers(0, count - 1)),
+            offered=st.booleans(),
         )
     )
 

@@ -509,6 +509,40 @@ def test_a_count_that_cannot_be_true_cuts_the_connection(count: int, settling: b
     assert end_of(feed(machine, s.ReceiveDone(2, LOST))).error is machine.outcome
 
 
+def test_checksums_that_came_with_the_offer_are_compared_with_what_arrives() -> None:
+    machine = s.TargetSession(3, 1, 2, offered_checksums=(100, 101))
+    assert machine.start() == [s.Reserve()]
+    assert feed(machine, s.Reserved(), *arrive(0))[-1] == s.CheckIndex()
+    feed(machine, s.IndexChecked(), *arrive(1, 2))
+    assert machine.verified_chunk_count == 2
+    assert feed(machine, sums(2, 3)) == [s.CheckContents()]
+
+    other = s.TargetSession(3, 1, 2, offered_checksums=(99,))
+    other.start()
+    feed(other, s.Reserved(), *arrive(0))
+    assert isinstance(other.outcome, ChecksumMismatch)
+
+
+@pytest.mark.parametrize("changes", [{"checksummed": False}, {"offered_checksums": (1, 2, 3)}])
+def test_checksums_that_cannot_be_are_refused_before_anything_is_reserved(changes: dict[str, Any]) -> None:
+    machine = s.TargetSession(2, 1, 2, **{"offered_checksums": (1,), **changes})
+    actions = machine.start()
+    assert s.Reserve() not in actions
+    assert isinstance(end_of(actions).error, ProtocolViolation)
+
+
+def test_what_came_with_the_offer_says_nothing_of_what_was_sent() -> None:
+    machine = s.TargetSession(4, 1, 2, offered_checksums=(100, 101, 102, 103))
+    machine.start()
+    assert feed(machine, s.Reserved(), s.PeerStopped(CANCEL, 0)) == [s.TellStop(CANCEL), s.Forget(0)]
+    arrived = s.TargetSession(4, 1, 2, offered_checksums=(100, 101, 102, 103))
+    arrived.start()
+    assert s.CloseEndpoint() in feed(arrived, s.Reserved(), *arrive(0), s.PeerStopped(CANCEL, 0))
+    told = s.TargetSession(4, 1, 2, offered_checksums=(100,))
+    told.start()
+    assert s.CloseEndpoint() in feed(told, s.Reserved(), sums(1, 3), s.PeerStopped(CANCEL, 2))
+
+
 def test_a_count_below_what_arrived_or_was_told_cannot_be_true() -> None:
     arrived, told = target_in(T.PAGES), target_in(T.PAGES)
     assert s.CloseEndpoint() in feed(arrived, *arrive(2), s.PeerStopped(CANCEL, 2))

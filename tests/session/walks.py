@@ -15,6 +15,7 @@ SETTINGS = (
     Setting(4, 1, 4, checksummed=False, eager=frozenset({0, 3})),
     Setting(6, 1, 3, ready_chunk_count=1, eager=frozenset(range(6))),
     Setting(3, 1, 2, checksummed=False, ready_chunk_count=0),
+    Setting(5, 2, 2, offered=True),
 )
 WIDE = Setting(45, 2, 20, eager=frozenset(range(0, 45, 3)))
 """More chunks than a batch of checksums has, and a window above what a source takes."""
