@@ -86,7 +86,10 @@ def test_json_has_all_that_is_promised(ran: tuple[Outcome, Steps]) -> None:
         assert (value is None) == bool(found["ratio_details"][name]["reason"]), name
         assert value is None or np.isfinite(value)
     measured = ["tcp_put_vs_socket", "large_vs_small", "concurrent_vs_single", "concurrent_spread", "tiny_put_vs_echo"]
-    assert all(found["ratios"][name] is not None for name in [*measured, "per_tensor_us", "stat_load_vs_quiet"])
+    assert all(
+        found["ratios"][name] is not None
+        for name in [*measured, "per_tensor_us", "stat_load_vs_quiet", "echo_load_vs_quiet"]
+    )
     assert found["ratios"]["concurrent_spread"] >= 1
     assert found["rounds"] == found["ratio_details"]["tcp_put_vs_socket"]["rounds"] == 2
     assert found["machine"]["cores"] >= 1

@@ -31,8 +31,8 @@ from hurray_wire.checksum import XXH3_64
 from hurray_wire.memory import aligned_empty
 from hurray_wire.transport.ucx_config import UcxConfig
 
-_ECHO: Final = "/bench.Echo/Echo"
-_ECHO_BYTES: Final = bytes(64)
+ECHO: Final = "/bench.Echo/Echo"
+ECHO_BYTES: Final = bytes(64)
 _ACK: Final = b"+"
 _PERFTEST_S: Final = 60.0
 _PERFTEST_MESSAGE_BYTES: Final = 4 << 20
@@ -136,14 +136,14 @@ class Baseline:
     def echo_connect(self, port: int) -> None:
         """As a source."""
         self._channel = grpc.insecure_channel(f"127.0.0.1:{port}", [("grpc.enable_http_proxy", 0)])
-        self._echo = self._channel.unary_unary(_ECHO, None, None)
+        self._echo = self._channel.unary_unary(ECHO, None, None)
 
     def echo_many(self, count: int) -> dict[str, Any]:
         """Median time of `count` calls, one after the other."""
         times = []
         for _ in range(count):
             began = time.monotonic()
-            self._echo(_ECHO_BYTES)
+            self._echo(ECHO_BYTES)
             times.append(time.monotonic() - began)
         return {"seconds": statistics.median(times)}
 

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 import hurray_client as ht
+from hurray_client.bench.baselines import ECHO, ECHO_BYTES
 from hurray_client.bench.node import TRANSPORTS, shm_path
 from hurray_client.bench.workloads import Tables, Workload, caches, fill, tables
 from hurray_client.config import ShmSection
@@ -36,7 +37,7 @@ class Engine:
         self._snapshots: dict[str, KVSnapshot] = {}
         self._tables: dict[str, Tables] = {}
         self._destinations: dict[str, Tables] = {}
-        self._load: _StatLoad | None = None
+        self._calls: _Calls | None = None
 
     def open(self, address: str, folder: str, memory_bytes: int, scratch_bytes: int, seed: int) -> dict[str, Any]:
         """Take the memory, connect by every transport that the node has; which they are."""
@@ -155,13 +156,17 @@ class Engine:
         }
 
     def begin_stats(self, key: str, rate: float) -> None:
-        """Call Stat of a key, `rate` times a second, until `end_stats`."""
-        self._load = _StatLoad(self._client.target, key, rate)
+        """Call Stat of a key, `rate` times a second, until `end_calls`."""
+        self._calls = _Calls(self._client.target, _STAT, pb.StatRequest(key=key).SerializeToString(), rate)
 
-    def end_stats(self) -> dict[str, Any]:
+    def begin_echoes(self, port: int, rate: float) -> None:
+        """The same of a server that does nothing."""
+        self._calls = _Calls(f"127.0.0.1:{port}", ECHO, ECHO_BYTES, rate)
+
+    def end_calls(self) -> dict[str, Any]:
         """How many calls a second there were."""
-        assert self._load is not None
-        return {"rate": self._load.end()}
+        assert self._calls is not None
+        return {"rate": self._calls.end()}
 
     def _snapshot(self, workload: dict[str, Any]) -> KVSnapshot:
         shape = Workload(**workload)
@@ -194,14 +199,14 @@ def _median_s(work: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-class _StatLoad:
-    """Stat calls at an even rate, from a thread of its own: as cheap as can be, for their cores are the node's, too,
-    where those of callers would be elsewhere."""
+class _Calls:
+    """Calls at an even rate, from a thread of its own: as cheap as can be, for their cores are the node's, too, where
+    those of callers would be elsewhere."""
 
-    def __init__(self, target: str, key: str, rate: float) -> None:
+    def __init__(self, target: str, method: str, request: bytes, rate: float) -> None:
         self._channel = grpc.insecure_channel(target, [("grpc.enable_http_proxy", 0)])
-        self._stat = self._channel.unary_unary(_STAT, None, None)
-        self._request = pb.StatRequest(key=key).SerializeToString()
+        self._call = self._channel.unary_unary(method, None, None)
+        self._request = request
         self._rate = rate
         self._ended = threading.Event()
         self._count = 0
@@ -218,5 +223,5 @@ class _StatLoad:
 
     def _run(self) -> None:
         while not self._ended.wait(max(0.0, self._began + self._count / self._rate - time.monotonic())):
-            self._stat(self._request)
+            self._call(self._request)
             self._count += 1

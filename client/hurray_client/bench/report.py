@@ -137,7 +137,8 @@ def _all_ratios(outcome: Outcome) -> list[Ratio]:
     for transport in outcome.transports:
         found += _by_transport(transport, f"_{transport}", outcome)
         found += _by_socket(transport)
-    found.append(Ratio("stat_load_vs_quiet", _put("stat_load", first), _put("paged", first), faster))
+    for name in ("stat_load", "echo_load"):
+        found.append(Ratio(f"{name}_vs_quiet", _put(name, first), _put("paged", first), faster))
     return found
 
 

@@ -31,8 +31,8 @@ from hurray_wire.errors import InvalidRequest
 CHECKSUM: Final = "xxh3_64"
 NO_CHECKSUM: Final = "none"
 
-STAT_RATE: Final = 500.0
-"""Stat calls a second beside `stat_load`."""
+CALL_RATE: Final = 500.0
+"""Calls a second beside `stat_load` and `echo_load`."""
 
 HELD_KEY: Final = "bench/held"
 STAT_KEY: Final = "bench/stat"
@@ -296,9 +296,13 @@ class _Stage:
             case "concurrent":
                 self._need_others(item)
                 yield Case(checked, lambda: self._run_concurrent(item, kind))
-            case "loaded" if kind == self._outcome.transports[0]:
+            case "stats_beside" if kind == self._outcome.transports[0]:
                 self._need_others(None)
-                yield Case(checked, lambda: self._run_loaded(item, kind))
+                yield Case(checked, lambda: self._run_beside(item, kind, "begin_stats", key=STAT_KEY))
+            case "echoes_beside" if kind == self._outcome.transports[0]:
+                self._need_others(None)
+                port = self._stack.enter_context(Worker("baseline")).ask("echo_serve")["port"]
+                yield Case(checked, lambda: self._run_beside(item, kind, "begin_echoes", port=port))
             case "get":
                 yield Case(checked, lambda: self._run_get(item, kind))
             case "get_into":
@@ -366,17 +370,17 @@ class _Stage:
             target(),
         )
 
-    def _run_loaded(self, item: Workload, kind: str) -> Sample:
+    def _run_beside(self, item: Workload, kind: str, begin: str, **what: Any) -> Sample:
         caller, small = self._others[0], catalogue(self._plan.scale)["tiny"]
         self._put(small, kind, CHECKSUM, STAT_KEY)
-        caller.ask("begin_stats", key=STAT_KEY, rate=STAT_RATE)
+        caller.ask(begin, rate=CALL_RATE, **what)
         try:
             time.sleep(_LOAD_S)
             sample = self._run_put(item, kind, CHECKSUM)
         finally:
-            rate = caller.ask("end_stats")["rate"]
+            rate = caller.ask("end_calls")["rate"]
             self._engine.ask("delete", key=STAT_KEY)
-        return Sample(sample.seconds, sample.nbytes, {"stat_rate": rate}, sample.source, sample.target)
+        return Sample(sample.seconds, sample.nbytes, {"call_rate": rate}, sample.source, sample.target)
 
     def _run_get(self, item: Workload, kind: str, key: str = HELD_KEY) -> Sample:
         with _metered(self._node_pids) as source, _metered(self._engine.pids, item.nbytes) as target:

@@ -12,9 +12,10 @@ from hurray_wire.paged import CacheKey
 
 MIB: Final = 1 << 20
 
-Action = Literal["put", "tiny", "concurrent", "loaded", "get", "get_into", "get_held"]
+Action = Literal["put", "tiny", "concurrent", "stats_beside", "echoes_beside", "get", "get_into", "get_held"]
 """What is done with it. `tiny` is many puts for their latency, `concurrent` one put by each of several sources,
-`loaded` a put beside Stat calls, `get_held` a get of something that is put for it and deleted after it."""
+`stats_beside` a put beside Stat calls, `echoes_beside` beside as many calls to another server, `get_held` a get of
+something that is put for it and deleted after it."""
 
 Order = Literal["random", "adjacent", "shared"]
 """How block_table names the pages: in random order, in the order they lie in, or most of them by every sequence."""
@@ -109,7 +110,8 @@ def catalogue(scale: Scale) -> dict[str, Workload]:
         Workload("large", "put", _PAGED_LAYERS, large),
         Workload("sequences_100k", "put", 1, 15 * scale.num_seqs, num_seqs=scale.num_seqs, num_heads=1, head_dim=2),
         Workload("concurrent", "concurrent", _PAGED_LAYERS, _pages(scale.source_bytes)),
-        Workload("stat_load", "loaded", _PAGED_LAYERS, pages),
+        Workload("stat_load", "stats_beside", _PAGED_LAYERS, pages),
+        Workload("echo_load", "echoes_beside", _PAGED_LAYERS, pages),
         Workload("get", "get", _PAGED_LAYERS, pages),
         Workload("get_large", "get_held", _PAGED_LAYERS, large),
         Workload("get_into", "get_into", _PAGED_LAYERS, pages),
