@@ -132,27 +132,21 @@ class ImagePlan:
     buffer_offsets: tuple[tuple[int, ...], ...]
     chunks: Chunks
     index_chunk_count: int
+    max_chunk_bytes: int
+    """Bytes of the largest chunk that crosses: what a staging buffer must hold."""
     view_chunk: int | None = None
     """Index of the chunk that is a view, always the last."""
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that cross the data plane."""
-        return sum(run.count * run.first.nbytes for run in self._crossing)
+        runs = self.chunks.runs if self.view_chunk is None else self.chunks.runs[:-1]
+        return sum(run.count * run.first.nbytes for run in runs)
 
     @property
     def mapped_bytes(self) -> int:
         """Bytes that the target sees without their crossing anything."""
         return 0 if self.view_chunk is None else self.chunks[self.view_chunk].nbytes
-
-    @property
-    def max_chunk_bytes(self) -> int:
-        """Bytes of the largest chunk that crosses: what a staging buffer must hold."""
-        return max((run.first.nbytes for run in self._crossing), default=0)
-
-    @property
-    def _crossing(self) -> tuple[Run, ...]:
-        return self.chunks.runs if self.view_chunk is None else self.chunks.runs[:-1]
 
     def ready_chunk_count(self, ready_tensors: int) -> int:
         """How many leading chunks can be sent once the first `ready_tensors` tensors are ready; below 0, none."""
@@ -233,6 +227,7 @@ def plan_image(descriptors: Sequence[Descriptor], chunk_bytes: int, limits: Limi
             cutter.add(tensor, number, offsets[tensor][number], nbytes, unit or PAGE_BYTES)
     cutter.cut()
     _check("max_chunk_count", cutter.chunk_count, CHUNK_COUNT_MAX)
+    crossing = cutter.runs[:-1] if view else cutter.runs
     return ImagePlan(
         descriptors=tuple(descriptors),
         chunk_bytes=chunk_bytes,
@@ -240,6 +235,7 @@ def plan_image(descriptors: Sequence[Descriptor], chunk_bytes: int, limits: Limi
         buffer_offsets=tuple(offsets),
         chunks=Chunks(cutter.runs),
         index_chunk_count=index_chunk_count,
+        max_chunk_bytes=max((run.first.nbytes for run in crossing), default=0),
         view_chunk=index_chunk_count if view else None,
     )
 

@@ -66,6 +66,13 @@ class KVTensor:
     page_pool: Any
     parameters: tuple[npt.NDArray[Any], ...] = ()
 
+    @classmethod
+    def over(cls, descriptor: Descriptor, page_pool: Any, parameters: tuple[npt.NDArray[Any], ...]) -> Self:
+        """Over a packed pool of one axis, uint8."""
+        if descriptor.page_bytes is not None:
+            page_pool = page_pool.reshape(descriptor.num_pages, descriptor.page_bytes)
+        return cls(descriptor, page_pool, parameters)
+
     @property
     def layer_index(self) -> int | None:
         """Layer, or None for a cache without layers."""
@@ -110,7 +117,7 @@ class KVSnapshot:
         check_roles([(tensor.layer_index, tensor.role) for tensor in tensors])
         _check_fit(tensors, structure)
         self._tensors = tuple(
-            sorted(map(_with_rows, tensors), key=lambda item: (item.layer_index or 0, item.descriptor.kv_role))
+            sorted(tensors, key=lambda item: (item.descriptor.layer_index or 0, item.descriptor.kv_role))
         )
         self._structure = structure
         self._closed = False
@@ -191,7 +198,7 @@ class KVSnapshot:
             structure = structure or own
         assert structure is not None
         kept = [
-            KVTensor(descriptor, byte_view(buffers[0]), tuple(map(byte_view, buffers[3:])))
+            KVTensor.over(descriptor, byte_view(buffers[0]), tuple(map(byte_view, buffers[3:])))
             for descriptor, buffers in tensors
         ]
         live = live_slots(structure)
@@ -360,14 +367,4 @@ def _refuse_misfit(tensor: KVTensor, offered: Sequence[int], required: Sequence[
         tensor=tensor.name,
         offered=offered[field],
         required=required[field],
-    )
-
-
-def _with_rows(tensor: KVTensor) -> KVTensor:
-    """A pool of one axis as [num_pages, page_bytes] where its pages are whole bytes."""
-    page_bytes = tensor.descriptor.page_bytes
-    if tensor.page_pool.ndim != 1 or page_bytes is None:
-        return tensor
-    return KVTensor(
-        tensor.descriptor, tensor.page_pool.reshape(tensor.descriptor.num_pages, page_bytes), tensor.parameters
     )

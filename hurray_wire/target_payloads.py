@@ -124,7 +124,8 @@ class ImageTarget:
 
     def parameters(self, tensor: int) -> tuple[Bytes, ...]:
         """The buffers of one tensor from 3 on."""
-        return tuple([self.buffer(tensor, number) for number in range(3, len(self.plan.descriptors[tensor].buffers))])
+        count = len(self.plan.descriptors[tensor].buffers)
+        return tuple([self.buffer(tensor, number) for number in range(3, count)]) if count > 3 else ()
 
     def check_index(self) -> None:
         """See TargetPayload."""
@@ -299,7 +300,8 @@ class ViewTarget:
 
     def parameters(self, tensor: int) -> tuple[Bytes, ...]:
         """The buffers of one tensor from 3 on."""
-        return tuple([self.buffer(tensor, number) for number in range(3, len(self.plan.descriptors[tensor].buffers))])
+        count = len(self.plan.descriptors[tensor].buffers)
+        return tuple([self.buffer(tensor, number) for number in range(3, count)]) if count > 3 else ()
 
     def check_index(self) -> None:
         """See TargetPayload."""

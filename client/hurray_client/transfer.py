@@ -429,7 +429,7 @@ class _Landing:
         assert not isinstance(payload, ScatterTarget)
         assert payload.structure is not None
         tensors = [
-            KVTensor(descriptor, payload.buffer(number, 0), payload.parameters(number))
+            KVTensor.over(descriptor, payload.buffer(number, 0), payload.parameters(number))
             for number, descriptor in enumerate(payload.summary().descriptors)
         ]
         return ReceivedSnapshot.of(tensors, payload.structure, receipt)
