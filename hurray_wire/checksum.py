@@ -50,8 +50,9 @@ def _xxh3_64(buffers: Sequence[Any]) -> int:
         host: Any = to_host(buffer) if is_on_device(buffer) else buffer
         return xxhash.xxh3_64_intdigest(host)
     state = xxhash.xxh3_64()
+    update = state.update
     for buffer in buffers:
-        state.update(buffer)
+        update(buffer)
     return state.intdigest()
 
 

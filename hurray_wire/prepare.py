@@ -37,6 +37,18 @@ from .validate import check_parameters, check_pool, takes_any_bytes
 PART_MIN_BYTES: Final = 16 << 10
 """Where parts are shorter than this on average, gathering them costs less than handling each."""
 
+KEPT_PARTS: Final = 1 << 15
+"""Parts of a tensor that are remembered for the next one: some megabytes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layout:
+    """Where the parts of a range of pages lie in a pool, in bytes; which of them is a page with dead slots, by number
+    and page of the range."""
+
+    spans: list[tuple[int, int]]
+    partial: list[tuple[int, int]]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedTensor:
@@ -71,6 +83,8 @@ class PreparedSnapshot:
         self._page_ids = compaction.pages.view(np.intp)
         self._page_bytes = [tensor.descriptor.page_bytes for tensor in self.tensors]
         self._is_checked = [not takes_any_bytes(tensor.descriptor) for tensor in self.tensors]
+        self._layouts: dict[tuple[int, int, int], _Layout] = {}
+        self._kept_parts = 0
 
     # Differences of prefix sums say in constant time whether a run has a gap or a dead slot.
 
@@ -213,21 +227,37 @@ class PreparedSnapshot:
         partial_count = int(self._partial[last + 1] - self._partial[first_page])
         if (gap_count + 2 * partial_count + 1) * PART_MIN_BYTES > page_count * page_bytes:
             return None
+        layout = self._layout(first_page, page_count, page_bytes)
+        whole = memoryview(pool.reshape(-1)).toreadonly()  # type: ignore[arg-type]
+        parts = [whole[start:end] for start, end in layout.spans]
+        if layout.partial:
+            staging = take_staging()[: page_count * page_bytes].reshape(page_count, page_bytes)
+            for part, page in layout.partial:
+                self.fill(tensor_index, first_page + page, 1, staging[page : page + 1])
+                parts[part] = memoryview(staging[page]).toreadonly()
+        return parts
+
+    def _layout(self, first_page: int, page_count: int, page_bytes: int) -> _Layout:
+        """The same for every tensor whose pages are as large: worked out for the first, remembered for the others."""
+        key = first_page, page_count, page_bytes
+        known = self._layouts.get(key)
+        if known is not None:
+            return known
         ids = self._page_ids[first_page : first_page + page_count]
         is_partial = self.compaction.live[first_page : first_page + page_count] != self.structure.page_size
         begins = np.concatenate(([True], (ids[1:] != ids[:-1] + 1) | is_partial[1:] | is_partial[:-1]))
         starts = np.flatnonzero(begins)
         offsets = ids[starts] * page_bytes
         ends = offsets + np.diff(starts, append=page_count) * page_bytes
-        whole = memoryview(pool.reshape(-1)).toreadonly()  # type: ignore[arg-type]
-        parts = [whole[start:end] for start, end in zip(offsets.tolist(), ends.tolist(), strict=True)]
-        if partial_count:
-            staging = take_staging()[: page_count * page_bytes].reshape(page_count, page_bytes)
-            for part in np.flatnonzero(is_partial[starts]).tolist():
-                page = int(starts[part])
-                self.fill(tensor_index, first_page + page, 1, staging[page : page + 1])
-                parts[part] = memoryview(staging[page]).toreadonly()
-        return parts
+        partial = np.flatnonzero(is_partial[starts])
+        layout = _Layout(
+            list(zip(offsets.tolist(), ends.tolist(), strict=True)),
+            list(zip(partial.tolist(), starts[partial].tolist(), strict=True)),
+        )
+        if self._kept_parts + len(layout.spans) <= KEPT_PARTS:
+            self._kept_parts += len(layout.spans)
+            self._layouts[key] = layout
+        return layout
 
     def _host_pool(self, tensor_index: int) -> npt.NDArray[np.uint8] | None:
         """The pool, [num_pages, page_bytes], if its pages are whole bytes that lie in order in host memory."""

@@ -386,7 +386,8 @@ class SocketEndpoint(Endpoint):
             elif self._cleared:
                 number, send, nbytes = self._cleared.popleft()
                 head = memoryview(pack(Kind.DATA, number, nbytes))
-                staged_bytes += self._put([head, *_first(send.views, nbytes)], HEADER_BYTES + nbytes, send)
+                views = send.views if nbytes == send.nbytes else _first(send.views, nbytes)
+                staged_bytes += self._put([head, *views], HEADER_BYTES + nbytes, send)
             else:
                 return
 

@@ -149,15 +149,23 @@ def test_runs_that_may_be_sent_directly_equal_what_fill_stages(
         assert bytes(direct) == staged.tobytes()
 
 
-@given(snapshots(whole_bytes=True), st.data())
+@given(snapshots(whole_bytes=True), st.data(), st.sampled_from([0, 3, preparing.KEPT_PARTS]))
 def test_parts_equal_what_fill_stages_and_only_live_pages_are_the_engines(
-    made: tuple[KVSnapshot, list[Tensor]], data: st.DataObject
+    made: tuple[KVSnapshot, list[Tensor]], data: st.DataObject, kept_parts: int
 ) -> None:
     prepared = prepare(made[0])
     if not prepared.num_pages:
         return
-    first, count = data.draw(runs_of_pages(prepared))
-    page_bytes = prepared.tensors[0].descriptor.page_bytes or 0
+    ranges = data.draw(st.lists(runs_of_pages(prepared), min_size=1, max_size=3))
+    with patch.object(preparing, "PART_MIN_BYTES", 0), patch.object(preparing, "KEPT_PARTS", kept_parts):
+        for first, count in ranges:
+            for number in range(len(prepared.tensors)):
+                check_parts(prepared, number, first, count)
+    assert sum(len(layout.spans) for layout in prepared._layouts.values()) <= kept_parts
+
+
+def check_parts(prepared: PreparedSnapshot, number: int, first: int, count: int) -> None:
+    page_bytes = prepared.tensors[number].descriptor.page_bytes or 0
     staged = np.full((count, page_bytes), POISON, dtype=np.uint8)
     staging: list[np.ndarray] = []
 
@@ -165,14 +173,13 @@ def test_parts_equal_what_fill_stages_and_only_live_pages_are_the_engines(
         staging.append(np.full(count * page_bytes + 1, POISON, dtype=np.uint8))
         return staging[-1]
 
-    prepared.fill(0, first, count, staged)
-    with patch.object(preparing, "PART_MIN_BYTES", 0):
-        parts = prepared.parts(0, first, count, take_staging)
+    prepared.fill(number, first, count, staged)
+    parts = prepared.parts(number, first, count, take_staging)
 
     if parts is None:
-        assert not takes_any_bytes(prepared.tensors[0].descriptor)
+        assert not takes_any_bytes(prepared.tensors[number].descriptor)
         return
-    pool = made[0].tensors[0].page_pool
+    pool = prepared.snapshot.tensors[number].page_pool
     live = prepared.compaction.live[first : first + count]
     is_full = (live == prepared.structure.page_size).tolist()
     own = [np.shares_memory(np.frombuffer(part, np.uint8), pool) for part in parts]
