@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import functools
 import mmap
 import os
 from typing import Final
@@ -149,9 +150,10 @@ def _sealed_size(descriptor: int) -> int:
         raise ProtocolViolation("the peer's descriptor is not a memfd", field="shm.memory") from error
     if seals & SIZE_SEALS != SIZE_SEALS:
         raise _refusal("seals", f"{seals:#x}", f"{SIZE_SEALS:#x} among them")
-    if _filesystem(descriptor) != _TMPFS_MAGIC:
+    status = os.fstat(descriptor)
+    if status.st_dev != _own_device() and _filesystem(descriptor) != _TMPFS_MAGIC:
         raise _refusal("filesystem", f"{_filesystem(descriptor):#x}", f"{_TMPFS_MAGIC:#x} (tmpfs, no huge pages)")
-    return os.fstat(descriptor).st_size
+    return status.st_size
 
 
 def _map_at(address: int, descriptor: int, nbytes: int, prot: int) -> None:
@@ -183,6 +185,16 @@ def _memfd(name: str) -> int:
         if error.errno != errno.EINVAL:
             raise
         return os.memfd_create(name, flags)  # Linux before 6.3
+
+
+@functools.cache
+def _own_device() -> int:
+    """Where the kernel keeps memfds like our own: what is there is on tmpfs, and need not be asked."""
+    descriptor = _memfd("hurray-device")
+    try:
+        return os.fstat(descriptor).st_dev
+    finally:
+        os.close(descriptor)
 
 
 def _filesystem(descriptor: int) -> int:

@@ -191,6 +191,9 @@ class Incoming:
                 raise violation("grains", "{} bytes at {}".format(*offered), "{} bytes at {}".format(*required))
             if len(descriptors) != count + is_last:
                 raise violation("descriptors", len(descriptors), count + is_last)
+            if not is_last:  # at once: the next ones come while these are mapped
+                left_bytes = mapping.left_bytes - count * mapping.grain_bytes
+                self._emit(Frame(Kind.PULL, number=frame.number, nbytes=left_bytes))
             mapping.add(descriptors[:count])
             if is_last:
                 receive.view.memory = mapping.finish(descriptors[count])
@@ -199,8 +202,6 @@ class Incoming:
         if is_last:
             del self._viewing[frame.number]
             self._finish(receive.done, None)
-        else:
-            self._emit(Frame(Kind.PULL, number=frame.number, nbytes=mapping.left_bytes))
 
     def end(self, error: HurrayError) -> None:
         """Every receive ends with this error; messages are forgotten, the ring and what was mapped are let go of."""
