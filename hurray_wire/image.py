@@ -51,6 +51,7 @@ def align(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
+# Not frozen, though nobody changes one: a frozen one takes three times as long to make, and a peer waits for the plan.
 @dataclass(slots=True)
 class Segment:
     """Part of one buffer inside a chunk. `tensor` is INDEX for the shared index buffers; all sizes in bytes."""

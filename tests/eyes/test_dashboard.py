@@ -129,10 +129,17 @@ def test_every_panel_has_something_to_show(tmp_path: Path) -> None:
         assert [item["metric"]["alertname"] for item in firing] == ["HurrayDataLoss"]
 
 
+def counted(daemon: RunningDaemon) -> Any:
+    """What hurrayctl says of the node once a put, a get and three things that came to nothing are over."""
+    values = json.loads(hurrayctl("stat", "--node", daemon.watched, "--over", "0.1", "--json"))
+    idle = not any(values["moving"]["running"].values())
+    return values if idle and (len(values["speed"]["flows"]), len(values["failing"])) == (2, 3) else None
+
+
 def test_the_same_as_text() -> None:
     with running_daemon('transports = ["shm", "tcp"]') as daemon:
         use(daemon)
-        values = json.loads(hurrayctl("stat", "--node", daemon.watched, "--over", "0.1", "--json"))
+        values = eventually(lambda: counted(daemon), 30, "what happened is counted, which nobody waits for")
         shown = hurrayctl("stat", "--node", daemon.watched, "--over", "0.1")
     assert values["moving"] | {"peers": 0} == {
         "ready": True,

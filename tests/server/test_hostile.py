@@ -326,3 +326,24 @@ def test_a_chunk_shorter_than_agreed_never_shows_what_the_memory_held_before(
     assert isinstance(stream.error, ProtocolViolation)
     assert "shorter" in stream.error.message
     reconnect(peer)
+
+
+@pytest.mark.parametrize("fields", [{"extra": 1}, {"extra": 0, "checksum": pb.CHECKSUM_NONE}])
+def test_checksums_with_an_offer_that_cannot_be_its_own_are_refused_before_anything_is_accepted(
+    peer: RawClient, fields: dict[str, Any]
+) -> None:
+    extra = fields.pop("extra")
+    prepared = Prepared.of(snapshot())
+    offer = prepared.offer(f"loot/{uuid.uuid4()}", peer.incarnation, **fields)
+    offer.checksums.extend([7] * (len(prepared.plan.chunks) + extra))
+    stream = Stream(peer.stub.Put)
+    stream.send(pb.PutRequest(source=pb.SourceMessage(offer=offer)))
+
+    told = [message.target.WhichOneof("message") for message in messages(stream)]
+
+    assert told == ["stop"]
+    assert isinstance(stream.error, ProtocolViolation)
+    assert stream.error.field == "first_chunk"
+    arena = peer.stub.GetNode(pb.GetNodeRequest(), timeout=5).arena
+    assert arena.receiving_bytes == arena.quarantined_bytes == 0
+    peer.transfer(f"after/{uuid.uuid4()}", snapshot())
