@@ -15,6 +15,9 @@ from simulation.oracle import Held
 
 KEYS = tuple(f"k/{number}" for number in range(10))
 
+CONSUMING = 0.2
+"""Share of gets that delete what they have received."""
+
 
 class Workload(Judge):
     """See the module."""
@@ -60,7 +63,7 @@ class Workload(Judge):
             self._fill_put(op)
         elif kind == "get":
             op.wait_s = random.choice((0.0, 0.0, 0.5, 2.0))
-            op.consume = random.random() < 0.2
+            op.consume = random.random() < CONSUMING
             self._fill_get(op)
         elif kind in ("delete", "renew", "stat"):
             op.generation = random.choice((0, 0, self._some_generation(op)))
