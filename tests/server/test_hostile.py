@@ -92,7 +92,10 @@ def test_a_source_stops_for_any_reason_it_likes(peer: RawClient, kind: str) -> N
     prepared = Prepared.of(snapshot(layers=8, pages=64), chunk_bytes=8192)
     put = peer.put(prepared, prepared.offer(f"stop/{uuid.uuid4()}", peer.incarnation), ready_tensors=4)
     put.accepted.result(WAIT_S)
-    sent = len(prepared.plan.chunks[: prepared.plan.ready_chunk_count(4)])
+    sent = prepared.plan.ready_chunk_count(4)
+    machine = peer.plane._transfers[put.number].machine
+    # A count that is not true yet would have the node wait for the rest, and cut the connection some seconds later.
+    eventually(lambda: machine.sent_chunk_count == sent, WAIT_S, "what is ready is on its way")
     stop = pb.Stop(error=STATUSES[kind], sent_chunk_count=sent)
     put.stream.send(pb.PutRequest(source=pb.SourceMessage(stop=stop)))
     assert isinstance(put.over.result(WAIT_S), HurrayError)
