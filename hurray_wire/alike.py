@@ -10,11 +10,13 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from .descriptor import Descriptor, decode_descriptor
 from .policy import STRICT, Policy
 from .sections import HEADER, KV_ROLE_NAMES, LAYOUT, NO_LAYER, SHAPE
+
+Made = TypeVar("Made")
 
 _PLACE: Final = struct.Struct("<BI")
 """kv_role and layer_index, which follow each other in the layout fields."""
@@ -33,8 +35,8 @@ def placed(descriptor: Descriptor, kv_role: int, layer_index: int | None) -> Des
     """The descriptor of a tensor that is alike, of another role and layer."""
     if descriptor.kv_role == kv_role and descriptor.layer_index == layer_index:
         return descriptor
-    # Not by dataclasses.replace, which takes ten times as long: all tensors of a snapshot come through here. What has
-    # been worked out for the one comes along.
+    # Not by dataclasses.replace, which takes several times as long: all tensors of a snapshot come through here. What
+    # has been worked out for the one comes along.
     values = descriptor.__dict__.copy()
     values["kv_role"], values["layer_index"] = kv_role, layer_index
     alike = object.__new__(Descriptor)
@@ -44,32 +46,23 @@ def placed(descriptor: Descriptor, kv_role: int, layer_index: int | None) -> Des
 
 def change_each(descriptors: Iterable[Descriptor], change: Callable[[Descriptor], Descriptor]) -> Iterator[Descriptor]:
     """`change` of each, which must leave kv_role and layer_index as they are, look at neither, and keep the rules."""
-    known: dict[tuple[Any, ...], Descriptor | None] = {}
-    last: tuple[Any, ...] | None = None
-    alike: Descriptor | None = None
-    for descriptor in descriptors:
-        key = _key(descriptor)
-        if key != last:  # to compare with the one before costs less than to hash
-            last = key
-            if key not in known:
-                changed = change(descriptor)
-                known[key] = None if changed is descriptor else _worked_out(changed)
-            alike = known[key]
-        yield descriptor if alike is None else placed(alike, descriptor.kv_role, descriptor.layer_index)
+
+    def changed(descriptor: Descriptor) -> Descriptor | None:
+        other = change(descriptor)
+        return None if other is descriptor else _worked_out(other)
+
+    for descriptor, other in _with_each(descriptors, changed):
+        yield descriptor if other is None else placed(other, descriptor.kv_role, descriptor.layer_index)
 
 
 def pack_each(descriptors: Iterable[Descriptor]) -> Iterator[bytes]:
     """The canonical bytes of each. All must have been checked, or decoded."""
-    known: dict[tuple[Any, ...], bytes] = {}
-    last: tuple[Any, ...] | None = None
-    head = tail = b""
-    for descriptor in descriptors:
-        key = _key(descriptor)
-        if key != last:
-            last = key
-            if key not in known:
-                known[key] = descriptor.pack()
-            head, tail = known[key][:_START], known[key][_END:]
+
+    def around(descriptor: Descriptor) -> tuple[bytes, bytes]:
+        packed = descriptor.pack()
+        return packed[:_START], packed[_END:]
+
+    for descriptor, (head, tail) in _with_each(descriptors, around):
         layer_index = NO_LAYER if descriptor.layer_index is None else descriptor.layer_index
         yield head + _PLACE.pack(descriptor.kv_role, layer_index) + tail
 
@@ -88,6 +81,22 @@ def decode_each(encoded: Iterable[bytes], policy: Policy = STRICT) -> Iterator[t
             found = known[key] = decode_descriptor(data, policy)
             _worked_out(found[0])
             yield found
+
+
+def _with_each(
+    descriptors: Iterable[Descriptor], make: Callable[[Descriptor], Made]
+) -> Iterator[tuple[Descriptor, Made]]:
+    """Each, with what `make` makes of the first that is alike."""
+    known: dict[tuple[Any, ...], Made] = {}
+    last: tuple[Any, ...] | None = None
+    for descriptor in descriptors:
+        key = _key(descriptor)
+        if key != last:  # to compare with the one before costs less than to hash
+            last = key
+            if key not in known:
+                known[key] = make(descriptor)
+            made = known[key]
+        yield descriptor, made
 
 
 def _worked_out(descriptor: Descriptor) -> Descriptor:

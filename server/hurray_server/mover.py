@@ -369,14 +369,15 @@ class Mover:
                 self._output(transfer, prepared=self._prepared(transfer, running, output))
             case s.TellReceipt():
                 pass  # whoever committed has done so
-            case _:
+            case s.TellAccept():
                 accept = pb.Accept(transfer=transfer, transport=running.transport, window=running.window)
-                arena = self._arena_usage() if isinstance(output, s.TellAccept) else None
-                self._output(transfer, target=to_target_message(output, lambda: accept), arena=arena)
-                if arena is not None:
-                    # The kernel likes to put whom a message wakes on the waker's core, where it would wait until the
-                    # plan is made, which may be made meanwhile.
-                    os.sched_yield()
+                target = to_target_message(output, lambda: accept)
+                self._output(transfer, target=target, arena=self._arena_usage())
+                # The kernel likes to put whom a message wakes on the waker's core, where it would wait until the plan
+                # is made, which may be made meanwhile.
+                os.sched_yield()
+            case _:
+                self._output(transfer, target=to_target_message(output, pb.Accept))
 
     def _prepared(self, transfer: int, running: _Running, output: PrepareCommit) -> mpb.Prepared:
         summary, received = output.summary, running.received

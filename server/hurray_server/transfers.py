@@ -357,11 +357,10 @@ class GetTransfer(Transfer[pb.SourceMessage]):
         offer.token_counts.extend(contents.counts())
         if view and takes_checksums and contents.index_checksum is not None and checksum == pb.CHECKSUM_XXH3_64:
             offer.checksums.extend((contents.index_checksum, VIEW_CHECKSUM))
-        self._order = mpb.BeginSource(
+        self._untold: mpb.BeginSource | None = mpb.BeginSource(
             transfer=self.number, peer=session.peer, snapshot=contents.memory, budget_s=budget_s
         )
         self._offer = offer
-        self._has_begun = False
         # Not before the caller is told, so that both read the offer at once: the mover would take this process's core.
         asyncio.get_running_loop().call_soon(self._begin)
         offer.request_id = request_id
@@ -372,10 +371,10 @@ class GetTransfer(Transfer[pb.SourceMessage]):
 
     def _begin(self) -> None:
         """Have the mover begin."""
-        if not self._has_begun and not self._over:
-            self._has_begun = True
-            self._order.offer.CopyFrom(without_names(self._offer))
-            self._node.link.begin_source(self._order)
+        order, self._untold = self._untold, None
+        if order is not None and not self._over:
+            order.offer.CopyFrom(without_names(self._offer))
+            self._node.link.begin_source(order)
 
     def input(self, message: mpb.TransferInput) -> None:
         """See Transfer."""
