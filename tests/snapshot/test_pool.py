@@ -126,6 +126,7 @@ def test_threads_never_have_one_block_at_a_time() -> None:
             memory[:: 1 << 16] = number
             if (memory[:: 1 << 16] != number).any():
                 wrong.append(number)
+            del memory  # else it would be held beside the next one
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
